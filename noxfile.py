@@ -1,0 +1,59 @@
+"""Every check of the project: `uv run nox`, or one of them: `uv run nox -s lint`."""
+
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.5"
+nox.options.default_venv_backend = "uv"
+nox.options.sessions = ["lint", "unit", "compose"]
+nox.options.error_on_missing_interpreters = True
+
+PACKAGES = sorted(path.parent.name for path in Path("packages").glob("*/pyproject.toml"))
+
+
+def sync(session: nox.Session, *arguments: str) -> None:
+    """Install exactly what `uv.lock` says for these arguments, and nothing else."""
+    session.run_install(
+        *("uv", "sync", "--locked", "--exact", "--no-default-groups", *arguments),
+        env={"UV_PROJECT_ENVIRONMENT": session.virtualenv.location},
+    )
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Format, lint, import contracts and types."""
+    sync(session, "--all-packages", "--group", "dev")
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+    session.run("lint-imports")
+    session.run("basedpyright")
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def unit(session: nox.Session, package: str) -> None:
+    """One package alone: only its wheel and its declared needs are installed."""
+    sync(session, "--no-editable", "--package", package, "--group", "test")
+    session.run("pytest", f"packages/{package}/tests", *session.posargs)
+
+
+@nox.session
+def compose(session: nox.Session) -> None:
+    """The seams between the packages, and the trainer that assembles them."""
+    sync(session, "--all-packages", "--group", "test")
+    session.run("pytest", "tests", "apps", *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """The tests marked `gpu` and `multigpu`, from source with the Python that holds torch."""
+    python = shutil.which("python3") or "python3"
+    paths = ":".join(str(path) for path in sorted(Path("packages").glob("*/src")))
+    tests = [str(path) for path in sorted(Path("packages").glob("*/tests"))]
+    session.run(
+        *(python, "-m", "pytest", "-m", "gpu or multigpu", *tests, *session.posargs),
+        env={"PYTHONPATH": paths},
+        external=True,
+    )
