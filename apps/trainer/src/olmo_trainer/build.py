@@ -1,0 +1,206 @@
+"""Configuration and mesh to the parts of a run: model, dispatcher, reducer, optimizer, executor."""
+
+from dataclasses import dataclass
+
+import torch
+from olmo_distopt import GradientReducer, Location, ReplicaGroups, ShardedAdamW
+from olmo_ep_comm import Dispatcher, create_dispatcher
+from olmo_experts_gemm import Experts
+from olmo_mxfp8 import MXLinear, mx_grouped_mm
+from olmo_pipeline import PipelineExecutor, Schedule, interleaved_one_f_one_b, one_f_one_b
+from olmo_routing import Router, SelectionBias
+from torch import nn
+
+from olmo_trainer.config import LayoutConfig, OneFOneB, TrainerConfig
+from olmo_trainer.mesh import Mesh
+from olmo_trainer.model.attention import Attention
+from olmo_trainer.model.block import Block
+from olmo_trainer.model.feed_forward import FeedForward
+from olmo_trainer.model.initialize import initialize
+from olmo_trainer.model.moe import MoE
+from olmo_trainer.model.transformer import Transformer
+from olmo_trainer.sizes import stage_layers
+from olmo_trainer.stage import Stage
+from olmo_trainer.statistics import StepStatistics
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Everything one rank trains with."""
+
+    config: TrainerConfig
+    mesh: Mesh
+    dtype: torch.dtype
+    stages: dict[int, Stage]
+    statistics: StepStatistics
+    replica_groups: ReplicaGroups
+    reducer: GradientReducer
+    optimizer: ShardedAdamW
+    executor: PipelineExecutor
+
+    @property
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """This rank's parameters by global name."""
+        return [
+            pair for stage in self.stages.values() for pair in stage.part.named_parameters()
+        ]
+
+    @property
+    def selection_biases(self) -> dict[int, SelectionBias]:
+        """The selection bias of each routed layer held here, by global layer index."""
+        return {
+            int(index): layer.router.selection_bias
+            for stage in self.stages.values()
+            for index, block in stage.part.layers.items()
+            if isinstance(layer := block.feed_forward, MoE)
+            and layer.router.selection_bias is not None
+        }
+
+
+def precision_of(config: TrainerConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype of the parameters: `auto` is BF16 on a GPU and FP32 elsewhere."""
+    word = config.precision.parameters
+    if word == "auto":
+        word = "bf16" if device.type == "cuda" else "fp32"
+    return DTYPES[word]
+
+
+def build_schedule(layout: LayoutConfig, num_microbatches: int) -> Schedule:
+    """Return the pipeline schedule that `layout` names."""
+    if isinstance(layout.schedule, OneFOneB):
+        return one_f_one_b(layout.pipeline, num_microbatches)
+    return interleaved_one_f_one_b(layout.pipeline, num_microbatches, layout.schedule.chunks)
+
+
+def build_part(
+    config: TrainerConfig,
+    layers: range,
+    dispatcher: Dispatcher | None,
+    *,
+    num_expert_ranks: int,
+) -> Transformer:
+    """Return layers `layers` of the model on the CPU in FP32, not yet initialised."""
+    model, moe, mxfp8 = config.model, config.model.moe, config.precision.mxfp8
+
+    def shared() -> nn.Module | None:
+        if not moe.shared_hidden:
+            return None
+        layer = FeedForward(model.d_model, moe.shared_hidden)
+        if "shared" in mxfp8:
+            layer.gate_up = MXLinear.from_linear(layer.gate_up)
+            layer.down = MXLinear.from_linear(layer.down)
+        return layer
+
+    def routed() -> MoE:
+        if dispatcher is None:
+            raise ValueError("a routed layer needs a dispatcher")
+        router = Router(
+            model.d_model,
+            moe.num_experts,
+            moe.top_k,
+            gate=moe.gate,
+            renormalize=True,
+            route_scale=float(moe.top_k),
+            selection_bias=(
+                SelectionBias(moe.num_experts, moe.bias_rate) if moe.bias_rate else None
+            ),
+        )
+        experts = Experts(
+            moe.num_experts // num_expert_ranks,
+            model.d_model,
+            moe.expert_hidden,
+            matmul=mx_grouped_mm if "experts" in mxfp8 else None,
+        )
+        return MoE(router, dispatcher, experts, shared())
+
+    def block(index: int) -> Block:
+        is_routed = index in model.moe_layers
+        return Block(
+            model.d_model,
+            model.norm_eps,
+            Attention(model.d_model, model.attention, model.norm_eps),
+            routed() if is_routed else FeedForward(model.d_model, model.dense_hidden),
+        )
+
+    return Transformer(model, layers, block)
+
+
+def build_dispatcher(config: TrainerConfig, mesh: Mesh) -> Dispatcher:
+    """Return the dispatcher that the layout names."""
+    word = config.layout.dispatcher
+    if word == "auto":
+        word = "local" if mesh.num_expert == 1 else "all_to_all"
+    if word == "local":
+        return create_dispatcher("local", num_experts=config.model.moe.num_experts)
+    return create_dispatcher(
+        word, num_experts=config.model.moe.num_experts, group=mesh.expert_group
+    )
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to the routed experts, which expert ranks share out."""
+    return ".experts." in name
+
+
+def decays(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies: matrices, but never norms, biases or the embedding."""
+    return parameter.ndim >= 2 and name != "embedding.weight"
+
+
+def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
+    """Build this rank's parts. Collective: every rank of the mesh calls it.
+
+    `config` must have passed `for_world`.
+    """
+    dispatcher = build_dispatcher(config, mesh)
+    statistics = StepStatistics(config.model, mesh.device)
+    schedule = build_schedule(config.layout, config.batch.accumulation)
+    num_local = config.model.moe.num_experts // mesh.num_expert
+    first_expert = mesh.expert * num_local
+    parts, stages = stage_layers(config), {}
+    for index in schedule.stages_of(mesh.pipeline):
+        part = build_part(config, parts[index], dispatcher, num_expert_ranks=mesh.num_expert)
+        initialize(part, config.seed, first_expert=first_expert)
+        stages[index] = Stage(part.to(mesh.device), config.model.moe, statistics)
+    named = [pair for stage in stages.values() for pair in stage.part.named_parameters()]
+    groups = ReplicaGroups(
+        {"dense": mesh.data_group, "experts": mesh.expert_replica_group},
+        lambda name, _: "experts" if is_expert(name) else "dense",
+    )
+    locations = {
+        name: Location((config.model.moe.num_experts, *parameter.shape[1:]), first_expert)
+        for name, parameter in named
+        if is_expert(name)
+    }
+    adamw = config.optimizer
+    optimizer = ShardedAdamW(
+        named,
+        groups,
+        lr=adamw.learning_rate,
+        betas=(adamw.beta1, adamw.beta2),
+        eps=adamw.epsilon,
+        weight_decay=adamw.weight_decay,
+        decay=decays,
+        locations=locations,
+    )
+    # After the optimizer took its FP32 main weights, so that they keep every bit of the start.
+    dtype = precision_of(config, mesh.device)
+    for stage in stages.values():
+        stage.to(dtype)
+    return Assembly(
+        config=config,
+        mesh=mesh,
+        dtype=dtype,
+        stages=stages,
+        statistics=statistics,
+        replica_groups=groups,
+        reducer=GradientReducer(named, groups),
+        optimizer=optimizer,
+        executor=PipelineExecutor(
+            schedule, stages, group=mesh.pipeline_group, device=mesh.device, dtype=dtype
+        ),
+    )
+
+

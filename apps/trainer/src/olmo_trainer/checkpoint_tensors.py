@@ -1,0 +1,132 @@
+"""Saving and loading the tensors of a checkpoint through torch.distributed.checkpoint.
+
+Every rank contributes the ranges it holds and reads the ranges it needs; names and global offsets
+are all that matters, so the layouts that saved and load may differ. The file format is torch's own.
+"""
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from olmo_distopt import FlatShard
+from torch import nn
+
+from olmo_trainer.build import Assembly
+from olmo_trainer.checkpoint import CheckpointError, Manifest, checkpoint_path, write_manifest
+
+
+def state_of(assembly: Assembly) -> dict[str, Any]:
+    """Return the live state by global name: optimizer state and selection biases, no copies."""
+    return {**assembly.optimizer.state_dict(), **_biases(assembly)}
+
+
+def _biases(assembly: Assembly) -> dict[str, Any]:
+    return {
+        f"selection_bias.{layer}": FlatShard(bias.bias_E)
+        for layer, bias in assembly.selection_biases.items()
+    }
+
+
+def save_checkpoint(
+    assembly: Assembly, run: Path, step: int, *, data_fingerprint: str, versions: dict[str, str]
+) -> Path:
+    """Write the checkpoint of `step` and return its folder. Collective over the world."""
+    mesh, final = assembly.mesh, checkpoint_path(run, step)
+    partial = final.with_name(final.name + ".partial")
+    if mesh.is_main:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    mesh.barrier()
+    state = state_of(assembly)
+    with _quiet_alone():
+        dcp.save(state, checkpoint_id=partial, no_dist=mesh.world_group is None)
+    elements = _gather_elements(assembly, state)
+    if mesh.is_main:
+        files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+        manifest = Manifest(
+            path=partial,
+            step=step,
+            config=assembly.config,
+            data_fingerprint=data_fingerprint,
+            elements=elements,
+            files=files,
+            versions=versions,
+        )
+        write_manifest(partial, manifest)
+        _make_durable(partial)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _sync(final.parent)
+    mesh.barrier()
+    return final
+
+
+def load_checkpoint(assembly: Assembly, manifest: Manifest) -> None:
+    """Load a checkpoint of any layout into this one. Collective over the world.
+
+    Raises:
+        CheckpointError: A tensor is missing, extra, or of another shape; on every rank alike.
+    """
+    expected = _gather_elements(assembly, state_of(assembly))
+    for name in sorted(expected.keys() | manifest.elements.keys()):
+        here, there = expected.get(name), manifest.elements.get(name)
+        if here != there:
+            raise CheckpointError(
+                f"{manifest.path}: tensor {name} has {_elements(there)} there and "
+                f"{_elements(here)} here"
+            )
+    state = {**assembly.optimizer.start_loading(), **_biases(assembly)}
+    with _quiet_alone():
+        dcp.load(state, checkpoint_id=manifest.path, no_dist=assembly.mesh.world_group is None)
+    assembly.optimizer.finish_loading()
+
+
+def load_weights(module: nn.Module, manifest: Manifest) -> None:
+    """Load the FP32 main weights of a whole, unsharded model in this process alone."""
+    state: dict[str, Any] = {
+        f"main.{name}": FlatShard(parameter.data) for name, parameter in module.named_parameters()
+    }
+    with _quiet_alone():
+        dcp.load(state, checkpoint_id=manifest.path, no_dist=True)
+
+
+@contextmanager
+def _quiet_alone() -> Iterator[None]:
+    """Keep torch from warning that a run of one process saves in one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _gather_elements(assembly: Assembly, state: dict[str, Any]) -> dict[str, int]:
+    """Return the number of elements of every global tensor of the whole state, on every rank."""
+    elements = {name: tensor.numel() for name, tensor in state.items()}
+    if assembly.mesh.world_group is None:
+        return elements
+    gathered: list[Any] = [None] * assembly.mesh.world
+    dist.all_gather_object(gathered, elements)
+    return {name: count for each in gathered for name, count in each.items()}
+
+
+def _elements(count: int | None) -> str:
+    return "none" if count is None else f"{count} elements"
+
+
+def _make_durable(folder: Path) -> None:
+    for file in folder.iterdir():
+        _sync(file)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,270 @@
+"""The configuration of a run: one pydantic model per strategy, checked before anything starts.
+
+The tree is frozen and closed: an unknown key is an error. A recipe is a function returning one
+(`recipes.py`); the command line changes single values with `--set a.b=c` (`overrides.py`). No torch
+import here, so that a wrong value is answered at once.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+
+class Config(BaseModel):
+    """Base of every node: immutable, no unknown keys, defaults checked too."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class AttentionConfig(Config):
+    """Grouped-query attention with rotary positions and per-head q/k norm."""
+
+    num_heads: int = Field(4, ge=1)
+    num_kv_heads: int = Field(2, ge=1)
+    head_dim: int = Field(32, ge=2, multiple_of=2)
+    rope_theta: float = Field(10_000.0, gt=0)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads})"
+            )
+        return self
+
+
+class MoEConfig(Config):
+    """A routed layer: `num_experts` experts, `top_k` a token, and one shared expert.
+
+    The merge rule is the report's (section 21): routed weights `top_k * p` with `p` renormalised
+    over the selected experts, shared expert 1.
+    """
+
+    num_experts: int = Field(8, ge=1)
+    top_k: int = Field(2, ge=1)
+    expert_hidden: int = Field(128, ge=8, multiple_of=8)
+    shared_hidden: int = Field(128, ge=0, multiple_of=8, description="0 = no shared expert")
+    gate: Literal["softmax", "sigmoid"] = "softmax"
+    balance_loss: float = Field(0.01, ge=0, description="coefficient of each layer's balance loss")
+    balance_scope: Literal["sequence", "microbatch"] = "sequence"
+    z_loss: float = Field(2e-4, ge=0, description="coefficient of each layer's router z-loss")
+    bias_rate: float = Field(1e-3, ge=0, description="selection-bias step, 0 = no selection bias")
+
+    @model_validator(mode="after")
+    def _top_k_fits(self) -> Self:
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts})")
+        return self
+
+
+class ModelConfig(Config):
+    """The report's block: peri-norm, dense blocks first, then routed blocks, untied head."""
+
+    vocab_size: int = Field(257, ge=2)
+    d_model: int = Field(128, ge=8, multiple_of=8)
+    num_layers: int = Field(4, ge=1)
+    num_dense_layers: int = Field(1, ge=0)
+    dense_hidden: int = Field(384, ge=8, multiple_of=8)
+    norm_eps: float = Field(1e-6, gt=0)
+    attention: AttentionConfig = AttentionConfig()
+    moe: MoEConfig = MoEConfig()
+
+    @property
+    def moe_layers(self) -> range:
+        """Global indices of the routed layers."""
+        return range(min(self.num_dense_layers, self.num_layers), self.num_layers)
+
+
+class PrecisionConfig(Config):
+    """What is computed in which format; main weights and moments are always FP32."""
+
+    parameters: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="auto = bf16 on a GPU, fp32 on a CPU"
+    )
+    mxfp8: tuple[Literal["experts", "shared"], ...] = Field(
+        (), description="layers whose products run in MXFP8"
+    )
+
+    @field_validator("mxfp8", mode="before")
+    @classmethod
+    def _split_words(cls, value: object) -> object:
+        return [word for word in value.split(",") if word] if isinstance(value, str) else value
+
+
+class StandardLibraryData(Config):
+    """The text of the Python standard library that came with the interpreter."""
+
+    kind: Literal["standard_library"] = "standard_library"
+    sequence_length: int = Field(256, ge=2)
+    heldout_fraction: float = Field(0.05, gt=0, lt=1)
+
+
+class TextFolderData(Config):
+    """A folder of the user's own text files, a document each."""
+
+    kind: Literal["text_folder"] = "text_folder"
+    path: str
+    pattern: str = "*.txt"
+    sequence_length: int = Field(256, ge=2)
+    heldout_fraction: float = Field(0.05, gt=0, lt=1)
+
+
+DataConfig = Annotated[StandardLibraryData | TextFolderData, Field(discriminator="kind")]
+
+
+class BatchConfig(Config):
+    """A step's tokens. The global batch is the same under every layout."""
+
+    sequences: int = Field(16, ge=1, description="sequences a step, over all ranks")
+    accumulation: int = Field(1, ge=1, description="microbatches a data rank")
+
+
+class AdamWConfig(Config):
+    """AdamW with decoupled decay on matrices, gradient clipping, cosine schedule with warm-up."""
+
+    learning_rate: float = Field(3e-3, gt=0)
+    final_fraction: float = Field(0.1, ge=0, le=1, description="last over peak learning rate")
+    warmup_steps: int = Field(20, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    epsilon: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+
+
+class OneFOneB(Config):
+    """One forward, one backward; one stage a rank."""
+
+    kind: Literal["one_f_one_b"] = "one_f_one_b"
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Virtual stages a rank."""
+        return 1
+
+
+class InterleavedOneFOneB(Config):
+    """Interleaved 1F1B: `chunks` stages a rank, in a loop."""
+
+    kind: Literal["interleaved"] = "interleaved"
+    chunks: int = Field(2, ge=2)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Virtual stages a rank."""
+        return self.chunks
+
+
+ScheduleConfig = Annotated[OneFOneB | InterleavedOneFOneB, Field(discriminator="kind")]
+
+
+class LayoutConfig(Config):
+    """How the ranks divide the work: `data * pipeline = world`, and `expert` divides `data`."""
+
+    data: int | None = Field(None, ge=1, description="data ranks; none = world / pipeline")
+    expert: int = Field(1, ge=1, description="ranks that share the experts, within `data`")
+    pipeline: int = Field(1, ge=1)
+    schedule: ScheduleConfig = OneFOneB()
+    dispatcher: Literal["auto", "local", "all_to_all"] = Field(
+        "auto", description="auto = local for one expert rank, all_to_all for more"
+    )
+
+    @model_validator(mode="after")
+    def _words_agree(self) -> Self:
+        if self.dispatcher == "local" and self.expert > 1:
+            raise ValueError(
+                f"dispatcher 'local' needs expert = 1, got expert = {self.expert}; "
+                "use 'auto' or 'all_to_all'"
+            )
+        if self.pipeline == 1 and self.schedule.stages_per_rank > 1:
+            raise ValueError(
+                "schedule 'interleaved' needs pipeline >= 2, got pipeline = 1; use 'one_f_one_b'"
+            )
+        return self
+
+    @property
+    def num_stages(self) -> int:
+        """Virtual pipeline stages."""
+        return self.pipeline * self.schedule.stages_per_rank
+
+
+class RunConfig(Config):
+    """Where the run writes, and how often it logs, evaluates and saves."""
+
+    folder: str | None = Field(None, description="none = runs/NAME/DATE-TIME")
+    log_every: int = Field(20, ge=1)
+    heldout_every: int = Field(100, ge=0, description="0 = only at the end")
+    heldout_sequences: int = Field(128, ge=1, description="most sequences in one evaluation")
+    save_every: int = Field(0, ge=0, description="0 = only at the end")
+    sample_bytes: int = Field(300, ge=0, description="continuation at the end, 0 = none")
+    threads: int = Field(0, ge=0, description="CPU threads a rank; 0 = cores / local ranks")
+
+
+class TrainerConfig(Config):
+    """Everything that decides a run."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    seed: int = Field(0, ge=0)
+    steps: int = Field(ge=1)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    model: ModelConfig = ModelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    data: DataConfig = StandardLibraryData()
+    batch: BatchConfig = BatchConfig()
+    optimizer: AdamWConfig = AdamWConfig()
+    layout: LayoutConfig = LayoutConfig()
+    run: RunConfig = RunConfig()
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        model, moe, layout = self.model, self.model.moe, self.layout
+        if model.moe_layers and moe.num_experts % layout.expert:
+            raise ValueError(
+                f"layout.expert ({layout.expert}) must divide model.moe.num_experts "
+                f"({moe.num_experts})"
+            )
+        if model.num_layers < layout.num_stages:
+            raise ValueError(
+                f"model.num_layers ({model.num_layers}) must be at least the number of pipeline "
+                f"stages, layout.pipeline * chunks ({layout.num_stages})"
+            )
+        if self.precision.mxfp8:
+            self._mxfp8_fits()
+        return self
+
+    def _mxfp8_fits(self) -> None:
+        widths = {"model.d_model": self.model.d_model}
+        if "experts" in self.precision.mxfp8:
+            widths["model.moe.expert_hidden"] = self.model.moe.expert_hidden
+        if "shared" in self.precision.mxfp8:
+            widths["model.moe.shared_hidden"] = self.model.moe.shared_hidden
+        for key, width in widths.items():
+            if width % 32:
+                raise ValueError(f"{key} ({width}) must be a multiple of 32 for precision.mxfp8")
+
+    def for_world(self, world: int) -> "TrainerConfig":
+        """Fill in `layout.data` for `world` ranks; raise `ValueError` when the layout misses them."""
+        layout = self.layout
+        if world % layout.pipeline:
+            raise ValueError(
+                f"layout.pipeline ({layout.pipeline}) must divide the number of processes ({world}); "
+                "start more with torchrun --nproc-per-node, or lower it"
+            )
+        data = layout.data or world // layout.pipeline
+        if data * layout.pipeline != world:
+            raise ValueError(
+                f"layout.data ({data}) * layout.pipeline ({layout.pipeline}) must be the number of "
+                f"processes ({world})"
+            )
+        if data % layout.expert:
+            raise ValueError(
+                f"layout.expert ({layout.expert}) must divide the data ranks, "
+                f"world / pipeline ({data})"
+            )
+        share = data * self.batch.accumulation
+        if self.batch.sequences % share:
+            raise ValueError(
+                f"batch.sequences ({self.batch.sequences}) must be a multiple of data ranks * "
+                f"batch.accumulation ({data} * {self.batch.accumulation})"
+            )
+        return self.model_copy(update={"layout": layout.model_copy(update={"data": data})})

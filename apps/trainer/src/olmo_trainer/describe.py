@@ -1,0 +1,128 @@
+"""What the commands print: a config before it runs, a checkpoint, the recipes, verdicts."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from olmo_trainer.checkpoint import Manifest
+from olmo_trainer.config import TrainerConfig
+from olmo_trainer.recipes import RECIPES
+from olmo_trainer.sizes import bytes_per_rank, count_parameters, layers_of_ranks
+
+if TYPE_CHECKING:
+    from olmo_trainer.verify import Verdict
+
+
+def print_config(config: TrainerConfig, console: Console) -> None:
+    """Print the resolved config, parameter counts and resident bytes a rank."""
+    for key, value in flatten(config.model_dump(mode="json")):
+        console.print(f"{key} = {value}", highlight=False, markup=False, soft_wrap=True)
+    counts, layout = count_parameters(config.model), config.layout
+    console.print(
+        f"\nparameters  {counts.total:,} total, {counts.active:,} active a token", highlight=False
+    )
+    console.print(
+        f"layout      data {layout.data} x expert {layout.expert} x pipeline {layout.pipeline}",
+        highlight=False,
+    )
+    for rank, parts in enumerate(layers_of_ranks(config)):
+        stages = " and ".join(f"{part.start}..{part.stop - 1}" for part in parts)
+        console.print(f"  pipeline rank {rank}: layers {stages}", highlight=False)
+    words = ("fp32", "bf16") if config.precision.parameters == "auto" else (config.precision.parameters,)
+    for word in words:
+        console.print(
+            f"bytes       {bytes_per_rank(config, weights=word):,.0f} on the fullest rank with "
+            f"{word} weights: weights, FP32 gradients, sharded FP32 main weights and moments; "
+            "no activations",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def print_manifest(manifest: Manifest, console: Console) -> None:
+    """Print what a checkpoint holds."""
+    config, counts = manifest.config, count_parameters(manifest.config.model)
+    total = sum(manifest.files.values())
+    console.print(f"checkpoint  {manifest.path}", highlight=False, soft_wrap=True)
+    console.print(f"run         {config.name}, step {manifest.step} of {config.steps}", highlight=False)
+    console.print(
+        f"parameters  {counts.total:,} total, {counts.active:,} active a token", highlight=False
+    )
+    console.print(
+        f"tensors     {len(manifest.elements)}, {total:,} bytes in {len(manifest.files)} files",
+        highlight=False,
+    )
+    layout = config.layout
+    console.print(
+        f"saved by    data {layout.data} x expert {layout.expert} x pipeline {layout.pipeline}; "
+        + ", ".join(f"{name} {value}" for name, value in manifest.versions.items()),
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table("tensor", "elements", box=None, pad_edge=False)
+    for name, elements in manifest.elements.items():
+        if name.startswith(("main.", "selection_bias.")):
+            table.add_row(name.removeprefix("main."), f"{elements:,}")
+    console.print(table)
+
+
+def print_recipes(console: Console) -> None:
+    """Print each recipe's name, size and purpose."""
+    table = Table("recipe", "parameters", "active", "steps", "what for", box=None, pad_edge=False)
+    for name, recipe in RECIPES.items():
+        config = recipe()
+        counts = count_parameters(config.model)
+        purpose = (recipe.__doc__ or "").strip()
+        table.add_row(
+            name, f"{counts.total:,}", f"{counts.active:,}", str(config.steps), purpose
+        )
+    console.print(table)
+
+
+def print_verdicts(verdicts: "Sequence[Verdict]", console: Console) -> None:
+    """Print each layout beside the one-process run, and what differs."""
+    table = Table(
+        *("data", "expert", "pipe", "accum", "batch", "loss", "gradient ratios", "norm"),
+        *("aux grad", "bias", "counts", "verdict"),
+        box=None,
+        pad_edge=False,
+    )
+    for each in verdicts:
+        ratios = each.ratios.values()
+        table.add_row(
+            *map(str, each.case.layout),
+            str(each.case.accumulation),
+            each.case.scenario,
+            f"{each.loss:.6f}",
+            f"{min(ratios):.5f}..{max(ratios):.5f}",
+            f"{each.norm_ratio:.6f}",
+            f"{each.auxiliary_ratio:.5f}",
+            "equal" if each.bias_deviation == 0 else f"{each.bias_deviation:.1e}",
+            "equal" if each.counts_equal else "differ",
+            "[red]differs[/red]" if each.faults else "[green]same[/green]",
+        )
+    console.print(table)
+    for each in verdicts:
+        for fault in each.faults:
+            console.print(f"{each.case}: {fault}", style="red", highlight=False, soft_wrap=True)
+    bad = sum(bool(each.faults) for each in verdicts)
+    console.print(
+        f"{bad} of {len(verdicts)} differ from the one-process run"
+        if bad
+        else f"all {len(verdicts)} give the numbers of the one-process run",
+        style="red" if bad else "green",
+        highlight=False,
+    )
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return `(a.b.c, value)` for every leaf of a nested dictionary."""
+    pairs: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            pairs += flatten(value, f"{prefix}{key}.")
+        else:
+            pairs.append((f"{prefix}{key}", value))
+    return pairs

@@ -1,0 +1,50 @@
+"""From a process to a mesh: the device, the process group, the threads.
+
+`torchrun` says through the environment which process this is; without it the run has one process and
+needs no process group.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from olmo_trainer.config import TrainerConfig
+from olmo_trainer.mesh import Mesh, create_mesh
+
+
+def pick_device(config: TrainerConfig) -> torch.device:
+    """Return this process's device; a GPU is used by itself when there is one.
+
+    Raises:
+        ValueError: `device = cuda` without a GPU for this process.
+    """
+    local_rank, available = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if config.device == "cpu" or (config.device == "auto" and not available):
+        return torch.device("cpu")
+    if local_rank >= available:
+        raise ValueError(
+            f"device = {config.device!r} needs a GPU for each process of this machine, got "
+            f"{available} for local rank {local_rank}; start fewer processes or set device=cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def launched(config: TrainerConfig, device: torch.device) -> Iterator[Mesh]:
+    """Join the run's processes and yield the mesh; leave them at the end."""
+    distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(config.run.threads or max(1, (os.cpu_count() or 1) // local))
+    if distributed:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield create_mesh(config.layout, device)
+    finally:
+        if distributed:
+            dist.destroy_process_group()

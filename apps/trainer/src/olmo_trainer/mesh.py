@@ -1,0 +1,110 @@
+"""World to groups: the only place that knows ranks.
+
+The world is `pipeline x data`, pipeline outermost, so that the ranks of a stage are neighbours; the
+data ranks of a stage are `expert replicas x expert shards`, shards innermost (report, section 7):
+
+    rank = pipeline * D + data,        data = replica * M_E + expert,        D = D_E * M_E
+
+Four groups follow, each by the ranks that share the other coordinates:
+
+* `data` (D): the same layers; they hold replicas of dense parameters.
+* `expert` (M_E): different experts of the same layers; they exchange rows.
+* `expert_replicas` (D_E): the same experts; they hold replicas of expert parameters.
+* `pipeline` (P): the same data, different layers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from olmo_trainer.config import LayoutConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """This process's coordinates and groups; every group is `None` in a run of one process."""
+
+    rank: int
+    world: int
+    data: int
+    num_data: int
+    expert: int
+    num_expert: int
+    pipeline: int
+    num_pipeline: int
+    device: torch.device
+    world_group: dist.ProcessGroup | None = None
+    data_group: dist.ProcessGroup | None = None
+    expert_group: dist.ProcessGroup | None = None
+    expert_replica_group: dist.ProcessGroup | None = None
+    pipeline_group: dist.ProcessGroup | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks for the run."""
+        return self.rank == 0
+
+    def sum_over_world(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add `tensor` over every rank, in place."""
+        if self.world_group is not None:
+            dist.all_reduce(tensor, group=self.world_group)
+        return tensor
+
+    def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add `tensor` over the data ranks of this stage, in place."""
+        if self.data_group is not None:
+            dist.all_reduce(tensor, group=self.data_group)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.world_group is not None:
+            self.sum_over_world(torch.zeros(1, device=self.device)).cpu()
+
+    def broadcast_text(self, text: str) -> str:
+        """Return the main rank's `text` on every rank."""
+        if self.world_group is None:
+            return text
+        box = [text]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+
+def create_mesh(layout: LayoutConfig, device: torch.device) -> Mesh:
+    """Make the groups of `layout` over the default process group, or of one process without one.
+
+    Collective over the default group. `layout.data` must be set (`TrainerConfig.for_world`).
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    num_data, num_expert = layout.data or world // layout.pipeline, layout.expert
+    pipeline, data = divmod(rank, num_data)
+    expert = data % num_expert
+
+    def group(key: Callable[[int], tuple[int, ...]]) -> dist.ProcessGroup | None:
+        # Every rank creates every group, in the same order, and keeps the one it is a member of.
+        if not dist.is_initialized():
+            return None
+        members: dict[tuple[int, ...], list[int]] = {}
+        for other in range(world):
+            members.setdefault(key(other), []).append(other)
+        made = {name: dist.new_group(ranks) for name, ranks in members.items()}
+        return made[key(rank)]
+
+    return Mesh(
+        rank=rank,
+        world=world,
+        data=data,
+        num_data=num_data,
+        expert=expert,
+        num_expert=num_expert,
+        pipeline=pipeline,
+        num_pipeline=layout.pipeline,
+        device=device,
+        world_group=dist.group.WORLD if dist.is_initialized() else None,
+        data_group=group(lambda r: (r // num_data,)),
+        expert_group=group(lambda r: (r // num_expert,)),
+        expert_replica_group=group(lambda r: (r // num_data, r % num_expert)),
+        pipeline_group=group(lambda r: (r % num_data,)),
+    )

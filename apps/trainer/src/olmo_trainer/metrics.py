@@ -1,0 +1,326 @@
+"""What a run writes down: one JSON line per optimizer step, kept as a true history.
+
+The file is JSON Lines in ASCII. Every line is one object whose `kind` names its form:
+
+    {"kind": "header", "step": 0, "info": {...}}            a process began after `step` steps
+    {"kind": "step", "step": 1, "loss": 5.61, ...}          one optimizer step, a `StepRecord`
+    {"kind": "heldout", "step": 100, "loss": 2.9, ...}      one pass over the held-out documents
+
+Steps count from 1: record `s` is what step `s` did, and a checkpoint of step `s` holds the weights
+after it. Numbers are Python's shortest exact form, so that reading gives back the same floats.
+JSON has no word for the values of a run that went wrong: they are written as the strings
+`"NaN"`, `"Infinity"` and `"-Infinity"` and read back as floats (in a header's `info`, which may
+hold text of its own, they stay strings). `null` is a value that was not measured.
+
+A line is flushed as soon as it is written, so a killed process loses at most the line it was in.
+Such a torn last line is skipped by a reader and cut off by the next writer.
+
+Units: a loss is in nats per token. One byte-level token is one byte, so bits per byte are
+`loss / ln 2`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_PER_LAYER = ("expert_counts", "imbalance", "honesty", "entropy_deficit", "dead_experts")
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One optimizer step of the whole run (all ranks, all microbatches), as plain numbers.
+
+    The five lists hold one entry per MoE layer, in depth order; they are empty in a dense model.
+
+    Attributes:
+        step: Number of the step, from 1.
+        loss: Cross-entropy in nats per token, the mean over the step's valid tokens.
+        balance_loss: Balance loss, the mean over the MoE layers; 1 when balanced.
+        auxiliary_loss: The weighted sum that was optimised beside the cross-entropy.
+        z_loss: Router z-loss, the mean over the MoE layers, before its weight.
+        grad_norm: Global gradient norm before clipping.
+        learning_rate: The rate this step's update used.
+        tokens: Valid tokens of the step.
+        seconds: Wall time of the step.
+        tokens_per_second: Valid tokens per second of wall time.
+        worst_imbalance: Greatest of `imbalance`; None without an MoE layer.
+        expert_counts: Routes requested per expert, E integers a layer.
+        imbalance: Busiest expert's load over the mean load, in [1, E].
+        honesty: cov(f, P) / var(f) of load and probability: 1 honest, 0 blind, below 0
+            gerrymandered.
+        entropy_deficit: How far the load's entropy is below that of a uniform load.
+        dead_experts: Experts that got no route.
+        heldout_loss: Held-out loss in nats per token, when this step measured it.
+
+    Raises:
+        TypeError: A value is not a plain Python number (a tensor, say).
+        ValueError: The lists do not all have one entry per MoE layer.
+    """
+
+    step: int
+    loss: float
+    balance_loss: float
+    auxiliary_loss: float
+    z_loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    worst_imbalance: float | None = None
+    expert_counts: list[list[int]] = field(default_factory=list)
+    imbalance: list[float] = field(default_factory=list)
+    honesty: list[float] = field(default_factory=list)
+    entropy_deficit: list[float] = field(default_factory=list)
+    dead_experts: list[int] = field(default_factory=list)
+    heldout_loss: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_plain_numbers(self)
+        lengths = {name: len(getattr(self, name)) for name in _PER_LAYER}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(
+                "The per-layer lists must have one entry per MoE layer each, got lengths "
+                + ", ".join(f"`{name}` {length}" for name, length in lengths.items())
+                + "."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldoutRecord:
+    """One pass over the held-out documents.
+
+    Attributes:
+        step: Optimizer steps done before the pass (0: the untrained model).
+        loss: Held-out cross-entropy in nats per token, the mean over valid tokens.
+        tokens: Valid tokens of the pass.
+        seconds: Wall time of the pass.
+
+    Raises:
+        TypeError: A value is not a plain Python number.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _require_plain_numbers(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHeader:
+    """The start of a process: a fresh run at step 0, or a resumed one later.
+
+    Attributes:
+        step: Optimizer steps done when the process began.
+        info: What is worth keeping about it (config, versions, hardware), as JSON values.
+    """
+
+    step: int
+    info: dict[str, Any]
+
+
+Record = StepRecord | HeldoutRecord | RunHeader
+_KINDS: dict[str, type[Record]] = {
+    "step": StepRecord,
+    "heldout": HeldoutRecord,
+    "header": RunHeader,
+}
+_NAMES = {form: kind for kind, form in _KINDS.items()}
+
+
+class MetricsLog:
+    """Appends records to a JSON Lines file; only one process of a run opens one.
+
+    Opening settles what the past was. The lines of steps after `resume_step` are removed, with the
+    headers of the processes that made only such lines, because a resumed run will live these steps
+    again; so the file always tells one history. The rest is kept byte for byte, and the old file
+    stands until the shortened one is whole.
+
+    Args:
+        path: The file; its folder is made when missing.
+        resume_step: Step of the checkpoint that the run goes on from. 0, the default, starts a
+            new history: as with `open(path, "w")`, nothing of an older file is kept.
+
+    Raises:
+        ValueError: `resume_step` is negative, or a kept line other than a torn last one is not a
+            record; the file is left as it was.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, resume_step: int = 0) -> None:
+        if resume_step < 0:
+            raise ValueError(f"`resume_step` must be at least 0, got {resume_step}.")
+        self.path = Path(path)
+        self._last_step = resume_step
+        kept: list[str] = []
+        if resume_step and self.path.exists():
+            kept = [text for text, record in _history(self.path) if _happened(record, resume_step)]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_name(self.path.name + ".partial")
+        partial.write_text("".join(text + "\n" for text in kept), encoding="utf-8", newline="\n")
+        os.replace(partial, self.path)
+        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+
+    def write(self, record: Record) -> None:
+        """Append one record and flush it.
+
+        Raises:
+            ValueError: A `StepRecord` that does not come after every step already in the log.
+            TypeError: A header's `info` holds something that JSON cannot.
+        """
+        if isinstance(record, StepRecord) and record.step <= self._last_step:
+            raise ValueError(
+                f"`step` must be greater than {self._last_step}, the last step of the log, "
+                f"got {record.step}; open the log with `resume_step` to live steps again."
+            )
+        line = {"kind": _NAMES[type(record)], **asdict(record)}
+        self._file.write(json.dumps(_spell(line), allow_nan=False) + "\n")
+        self._file.flush()
+        if isinstance(record, StepRecord):
+            self._last_step = record.step
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[Record]:
+    """Read every record of a log, in the order in which they were written.
+
+    A last line that was cut off by a crash is skipped.
+
+    Raises:
+        ValueError: A line before the last, or a whole last line, is not a record; the message
+            names the file and the line.
+    """
+    return [record for _, record in _history(Path(path))]
+
+
+def record_from_dict(values: Mapping[str, Any]) -> Record:
+    """Make a record of one decoded line; a missing `kind` means a step.
+
+    Raises:
+        ValueError: An unknown `kind`, an unknown key or a missing one.
+    """
+    kind = values.get("kind", "step")
+    if kind not in _KINDS:
+        raise ValueError(f"`kind` must be one of {', '.join(_KINDS)}, got {kind!r}.")
+    form = _KINDS[kind]
+    body = {key: value for key, value in values.items() if key != "kind"}
+    unknown = body.keys() - {entry.name for entry in fields(form)}
+    if unknown:
+        raise ValueError(f"A {kind} record has no {', '.join(f'`{k}`' for k in sorted(unknown))}.")
+    try:
+        return form(**(body if form is RunHeader else _unspell(body)))
+    except TypeError as error:
+        raise ValueError(f"A {kind} record needs its fields as plain numbers: {error}") from error
+
+
+def bits_per_byte(loss: float, *, bytes_per_token: float = 1.0) -> float:
+    """Turn a loss in nats per token into bits per byte of text, `loss / (ln 2 * bytes_per_token)`.
+
+    Args:
+        loss: Cross-entropy in nats per token.
+        bytes_per_token: Mean length of a token; 1 for byte-level tokens.
+
+    Raises:
+        ValueError: `bytes_per_token` is not positive.
+    """
+    if not bytes_per_token > 0:
+        raise ValueError(f"`bytes_per_token` must be positive, got {bytes_per_token}.")
+    return loss / (math.log(2.0) * bytes_per_token)
+
+
+def perplexity(loss: float) -> float:
+    """Turn a loss in nats per token into perplexity, `exp(loss)`; infinite when it overflows."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _history(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield each whole line with its record; skip a last line without an end that is no JSON."""
+    lines = path.read_bytes().split(b"\n")
+    for index, raw in enumerate(lines):
+        last = index == len(lines) - 1
+        if last and not raw:
+            return
+        try:
+            text = raw.decode("utf-8")
+            values = json.loads(text)
+            if not isinstance(values, dict):
+                raise ValueError("not a JSON object")
+        except ValueError as error:
+            if last:
+                return
+            raise ValueError(f"{path}, line {index + 1} is not a record: {error}") from error
+        try:
+            record = record_from_dict(values)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {index + 1}: {error}") from error
+        yield text, record
+
+
+def _happened(record: Record, resume_step: int) -> bool:
+    """Whether a line belongs to the first `resume_step` steps; a header goes with its steps."""
+    if isinstance(record, RunHeader):
+        return record.step < resume_step
+    return record.step <= resume_step
+
+
+def _require_plain_numbers(record: StepRecord | HeldoutRecord) -> None:
+    for entry in fields(record):
+        values = [getattr(record, entry.name)]
+        while values:
+            value = values.pop()
+            if isinstance(value, (list, tuple)):
+                values.extend(value)
+            elif type(value) not in (int, float) and not (value is None and entry.default is None):
+                raise TypeError(
+                    f"`{entry.name}` must hold plain Python numbers, got a "
+                    f"{type(value).__name__}; convert it first, as with `.item()`."
+                )
+
+
+def _spell(value: Any) -> Any:
+    """Replace the floats that JSON cannot write by their names."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _spell(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_spell(entry) for entry in value]
+    return value
+
+
+def _unspell(value: Any) -> Any:
+    """Undo `_spell`."""
+    if isinstance(value, str):
+        return _WORDS.get(value, value)
+    if isinstance(value, dict):
+        return {key: _unspell(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_unspell(entry) for entry in value]
+    return value

@@ -1,0 +1,1 @@
+"""The model: attention, feed-forward, routed layer, block, transformer, initial values."""

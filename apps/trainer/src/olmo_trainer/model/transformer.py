@@ -1,0 +1,54 @@
+"""A decoder-only transformer, or the part of one that a pipeline stage holds.
+
+Parameter names are global (`layers.7.attention.query.weight`) whatever part this is, so that a
+checkpoint and an initialisation know a tensor by its name alone.
+"""
+
+from collections.abc import Callable
+
+import torch
+from olmo_routing import Routing
+from torch import nn
+
+from olmo_trainer.config import ModelConfig
+from olmo_trainer.model.block import Block
+
+
+class Transformer(nn.Module):
+    """Layers `layers` of the model; the first part embeds tokens, the last one makes logits."""
+
+    def __init__(
+        self, config: ModelConfig, layers: range, make_block: Callable[[int], Block]
+    ) -> None:
+        super().__init__()
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == config.num_layers
+        if self.is_first:
+            self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.layers = nn.ModuleDict({str(index): make_block(index) for index in layers})
+        if self.is_last:
+            self.final_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+            self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+
+    def forward(
+        self, x: torch.Tensor, mask_BS: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[int, Routing]]:
+        """Run this part.
+
+        Args:
+            x: Tokens (B, S) int64 for the first part, hidden states (B, S, D) for a later one.
+            mask_BS: Bool, `True` for real tokens.
+
+        Returns:
+            Hidden states (B, S, D), or logits (B, S, V) from the last part; and the routing of
+            each routed layer by its global index.
+        """
+        hidden = self.embedding(x) if self.is_first else x
+        routings: dict[int, Routing] = {}
+        for index, block in self.layers.items():
+            hidden, routing = block(hidden, mask_BS)
+            if routing is not None:
+                routings[int(index)] = routing
+        if self.is_last:
+            hidden = self.head(self.final_norm(hidden))
+        return hidden, routings

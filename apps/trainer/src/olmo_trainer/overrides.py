@@ -1,0 +1,123 @@
+"""`--set a.b=c`: change one value of a recipe, or say exactly which key, value or rule is wrong."""
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from olmo_trainer.config import TrainerConfig
+
+
+class ConfigError(ValueError):
+    """A message for the person who wrote the configuration: key, value and rule."""
+
+
+def apply_overrides(config: TrainerConfig, settings: Sequence[str]) -> TrainerConfig:
+    """Return `config` with every `key=value` of `settings` applied, in order.
+
+    A value is read as JSON where it is JSON (`3`, `0.1`, `true`, `null`, `["a"]`) and as text
+    otherwise. Setting a `kind` to another strategy starts that strategy from its own defaults.
+
+    Raises:
+        ConfigError: A setting without `=`, an unknown key, or a value that breaks a rule.
+    """
+    tree = config.model_dump(mode="json")
+    pairs = [_split(setting) for setting in settings]
+    for key, value in sorted(pairs, key=lambda pair: not pair[0].endswith("kind")):
+        if key.endswith(".kind"):
+            _set_kind(tree, key, value)
+    for key, value in pairs:
+        _set(tree, key, value)
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> TrainerConfig:
+    """Check a nested dictionary; raise `ConfigError` naming each wrong key, value and rule."""
+    try:
+        return TrainerConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(problem, tree) for problem in error.errors(include_url=False)]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _split(setting: str) -> tuple[str, Any]:
+    key, separator, text = setting.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set needs KEY=VALUE, got {setting!r}; for example --set batch.sequences=8")
+    try:
+        return key, json.loads(text)
+    except json.JSONDecodeError:
+        return key, text
+
+
+def _set_kind(tree: dict[str, Any], key: str, value: Any) -> None:
+    node = _parent(tree, key)
+    if "kind" in node and node["kind"] != value:
+        node.clear()
+        node["kind"] = value
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    node, leaf = _parent(tree, key), key.rpartition(".")[2]
+    # A strategy just switched to has its fields filled in by validation, which also names wrong ones.
+    if leaf not in node and "kind" not in node:
+        raise _unknown(key, tree)
+    if isinstance(node.get(leaf), dict):
+        raise ConfigError(f"{key} is a group; set one of its values: {', '.join(node[leaf])}")
+    node[leaf] = value
+
+
+def _parent(tree: dict[str, Any], key: str) -> dict[str, Any]:
+    node = _find(tree, key)
+    if not isinstance(node, dict):
+        raise _unknown(key, tree)
+    return node
+
+
+def _keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        yield prefix + name
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{name}.")
+
+
+def _unknown(key: str, tree: dict[str, Any]) -> ConfigError:
+    known = list(_keys(tree))
+    leaf = key.rpartition(".")[2]
+    near = [name for name in known if name != key and name.rpartition(".")[2] == leaf]
+    near += [name for name in difflib.get_close_matches(key, known, n=3, cutoff=0.7) if name != key]
+    hint = f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
+    kind = node.get("kind") if isinstance(node := _find(tree, key), dict) else None
+    where = f" for kind = {kind!r}" if kind else ""
+    return ConfigError(f"{key}: no such key{where}{hint}")
+
+
+def _find(tree: dict[str, Any], key: str) -> Any:
+    node: Any = tree
+    for part in key.split(".")[:-1]:
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
+
+
+def _explain(problem: Any, tree: dict[str, Any]) -> str:
+    # Pydantic puts the tag of a discriminated union into the path; a person did not write it.
+    path, node = [], tree
+    for part in problem["loc"]:
+        if isinstance(node, dict) and part not in node and part == node.get("kind"):
+            continue
+        path.append(str(part))
+        node = node.get(part) if isinstance(node, dict) else None
+    key = ".".join(path)
+    if problem["type"] == "extra_forbidden":
+        return str(_unknown(key, tree))
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "union_tag_invalid":
+        context = problem["ctx"]
+        return f"{key}.kind = {context['tag']!r}: must be one of {context['expected_tags']}"
+    if problem["type"] == "missing":
+        return f"{key}: required, not given"
+    if isinstance(problem["input"], dict) or not key:
+        return f"{key}: {message}" if key else message
+    return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"

@@ -1,0 +1,53 @@
+"""Recipes: functions that return a whole configuration. `RECIPES` is what the command line knows."""
+
+from collections.abc import Callable
+
+from olmo_trainer.config import (
+    AdamWConfig,
+    AttentionConfig,
+    BatchConfig,
+    ModelConfig,
+    MoEConfig,
+    PrecisionConfig,
+    RunConfig,
+    StandardLibraryData,
+    TrainerConfig,
+)
+
+
+def toy() -> TrainerConfig:
+    """A 2M-parameter model on Python's own source: two minutes on a laptop CPU."""
+    return TrainerConfig(name="toy", steps=400)
+
+
+def toy_mxfp8() -> TrainerConfig:
+    """The toy with its expert and shared layers in MXFP8, computed exactly on any device."""
+    return toy().model_copy(
+        update={"name": "toy-mxfp8", "precision": PrecisionConfig(mxfp8=("experts", "shared"))}
+    )
+
+
+def nano() -> TrainerConfig:
+    """A model of a few thousand parameters and ten steps: to try a layout or a change in seconds."""
+    return TrainerConfig(
+        name="nano",
+        steps=10,
+        model=ModelConfig(
+            d_model=32,
+            num_layers=4,
+            dense_hidden=64,
+            attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=16),
+            moe=MoEConfig(num_experts=4, expert_hidden=32, shared_hidden=32),
+        ),
+        data=StandardLibraryData(sequence_length=64),
+        batch=BatchConfig(sequences=8),
+        optimizer=AdamWConfig(warmup_steps=2),
+        run=RunConfig(log_every=2, heldout_every=5, heldout_sequences=16, sample_bytes=40),
+    )
+
+
+RECIPES: dict[str, Callable[[], TrainerConfig]] = {
+    "toy": toy,
+    "toy-mxfp8": toy_mxfp8,
+    "nano": nano,
+}

@@ -1,0 +1,61 @@
+"""Continue a text with a trained model, a token at a time.
+
+The whole context is recomputed for each token: right for any model, quick enough for a small one.
+"""
+
+import torch
+from olmo_ep_comm import create_dispatcher
+
+from olmo_trainer.build import build_part
+from olmo_trainer.checkpoint import Manifest
+from olmo_trainer.checkpoint_tensors import load_weights
+from olmo_trainer.data import ByteTokenizer
+from olmo_trainer.model.transformer import Transformer
+
+
+def load_model(manifest: Manifest) -> Transformer:
+    """Return the checkpoint's whole model on the CPU, in FP32, whatever layout saved it."""
+    config = manifest.config
+    dispatcher = create_dispatcher("local", num_experts=config.model.moe.num_experts)
+    model = build_part(config, range(config.model.num_layers), dispatcher, num_expert_ranks=1)
+    load_weights(model, manifest)
+    return model.eval()
+
+
+@torch.no_grad()
+def continue_text(
+    model: Transformer,
+    prompt: str,
+    num_bytes: int,
+    *,
+    context: int,
+    temperature: float = 0.7,
+    seed: int = 0,
+) -> str:
+    """Return `num_bytes` sampled bytes that follow `prompt`, as text.
+
+    Args:
+        model: A whole model.
+        prompt: Text to continue; empty starts a new document.
+        num_bytes: Most bytes to draw; the end of the document ends the text earlier.
+        context: Positions the model was trained on; older ones are forgotten.
+        temperature: Divides the logits; 0 takes the likeliest byte.
+        seed: Of the draw.
+    """
+    tokenizer = ByteTokenizer()
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [tokenizer.end_of_document, *tokenizer.encode(prompt).tolist()]
+    start = len(tokens)
+    for _ in range(num_bytes):
+        window = torch.tensor([tokens[-context:]])
+        logits, _ = model(window, torch.ones_like(window, dtype=torch.bool))
+        last = logits[0, -1, : tokenizer.vocab_size].float()
+        if temperature == 0:
+            token = int(last.argmax())
+        else:
+            chances = torch.softmax(last / temperature, dim=-1)
+            token = int(torch.multinomial(chances, 1, generator=generator))
+        if token == tokenizer.end_of_document:
+            break
+        tokens.append(token)
+    return tokenizer.decode(tokens[start:])

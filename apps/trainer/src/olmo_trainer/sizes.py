@@ -1,0 +1,111 @@
+"""Parameter counts and resident bytes of a configuration, by formula (report, sections 4.3 and 14-D).
+
+No torch: `--dry-run` and `inspect` answer at once. A test holds the counts equal to the built model.
+"""
+
+from dataclasses import dataclass
+
+from olmo_pipeline import split_layers
+
+from olmo_trainer.config import ModelConfig, TrainerConfig
+
+# Bytes a parameter: gradients stay FP32; main weight and two moments are FP32 and sharded.
+GRADIENT_BYTES = 4
+OPTIMIZER_BYTES = 12
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameters by how the ranks hold them."""
+
+    embedding: int
+    head: int
+    dense: tuple[int, ...]  # of each layer: everything but routed experts
+    expert: int  # of one expert
+    num_experts: int
+    top_k: int
+    num_moe_layers: int
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self._always + self.num_moe_layers * self.num_experts * self.expert
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token meets, embedding and head included."""
+        return self._always + self.num_moe_layers * self.top_k * self.expert
+
+    @property
+    def _always(self) -> int:
+        return self.embedding + self.head + sum(self.dense)
+
+
+def count_parameters(model: ModelConfig) -> ParameterCounts:
+    """Return the counts of the whole model."""
+    D, attention, moe = model.d_model, model.attention, model.moe
+    query = attention.num_heads * attention.head_dim
+    keys = attention.num_kv_heads * attention.head_dim
+    mixing = 2 * D * (query + keys) + 2 * attention.head_dim + 4 * D  # with the six norms
+    routed = D * moe.num_experts + 3 * D * moe.shared_hidden
+    dense = tuple(
+        mixing + (routed if layer in model.moe_layers else 3 * D * model.dense_hidden)
+        for layer in range(model.num_layers)
+    )
+    return ParameterCounts(
+        embedding=model.vocab_size * D,
+        head=model.vocab_size * D + D,
+        dense=dense,
+        expert=3 * D * moe.expert_hidden,
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        num_moe_layers=len(model.moe_layers),
+    )
+
+
+def head_cost_in_layers(model: ModelConfig) -> float:
+    """Return the head's products over those of an average layer, for dividing layers into stages."""
+    counts = count_parameters(model)
+    layers = sum(counts.dense) + counts.num_moe_layers * counts.top_k * counts.expert
+    return counts.head / (layers / model.num_layers)
+
+
+def bytes_per_rank(config: TrainerConfig, *, weights: str) -> float:
+    """Return the resident bytes of the fullest rank, for weights in `weights` ("fp32" or "bf16").
+
+    Dense parameters cost `weight + 4 + 12/D` bytes, experts `(weight + 4)/M_E + 12/D`: the report's
+    `6 + 12/D` and `6/M_E + 12/D` in BF16. Activations and communication buffers are not counted.
+    """
+    counts, layout = count_parameters(config.model), config.layout
+    data = layout.data or 1
+    resident = WEIGHT_BYTES[weights] + GRADIENT_BYTES
+    held = resident + OPTIMIZER_BYTES / data
+    expert = resident / layout.expert + OPTIMIZER_BYTES / data
+    experts = counts.num_experts * counts.expert
+    layers = [
+        dense * held + (experts * expert if index in config.model.moe_layers else 0.0)
+        for index, dense in enumerate(counts.dense)
+    ]
+    ranks = [
+        sum(layers[index] for part in parts for index in part) for parts in layers_of_ranks(config)
+    ]
+    ranks[0] += counts.embedding * held
+    ranks[-1] += counts.head * held
+    return max(ranks)
+
+
+def layers_of_ranks(config: TrainerConfig) -> list[list[range]]:
+    """Return, for each pipeline rank, the layer ranges of its virtual stages."""
+    parts = stage_layers(config)
+    pipeline = config.layout.pipeline
+    return [list(parts[rank::pipeline]) for rank in range(pipeline)]
+
+
+def stage_layers(config: TrainerConfig) -> tuple[range, ...]:
+    """Return each virtual stage's layers."""
+    return split_layers(
+        config.model.num_layers,
+        config.layout.num_stages,
+        last_extra=head_cost_in_layers(config.model),
+    )

@@ -1,0 +1,121 @@
+"""What a step counted, in one vector, so that one reduction over the world logs it all.
+
+Every rank adds what its own stages and tokens saw; entries of other stages stay zero; the sum over
+all ranks is the whole step's. Float64, on the device: counts stay exact.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from olmo_routing import Routing, measure_load
+
+from olmo_trainer.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class LayerBalance:
+    """How one routed layer used its experts in a step; plain numbers."""
+
+    counts: list[int]
+    balance_loss: float
+    z_loss: float
+    imbalance: float
+    entropy_deficit: float
+    dead_experts: int
+    honesty: float
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """The sums of a step over all ranks; plain numbers."""
+
+    loss: float
+    auxiliary_loss: float
+    tokens: int
+    stop: bool
+
+
+class StepStatistics:
+    """Running sums of a step: the losses, and for each routed layer counts and score mass."""
+
+    def __init__(self, model: ModelConfig, device: torch.device) -> None:
+        self.moe_layers = model.moe_layers
+        self.num_experts = model.moe.num_experts
+        layers, E = len(self.moe_layers), self.num_experts
+        self._vector = torch.zeros(4 + layers * (2 * E + 2), dtype=torch.float64, device=device)
+        self._totals = self._vector[:4]  # cross entropy, auxiliary loss, targets, stop requests
+        rows = self._vector[4:].view(layers, 2 * E + 2)
+        self._counts_LE = rows[:, :E]
+        self._mass_LE = rows[:, E : 2 * E]
+        self._losses_L2 = rows[:, 2 * E :]  # balance loss and z-loss
+
+    def zero(self) -> None:
+        """Start a step."""
+        self._vector.zero_()
+
+    def add_loss(self, loss: torch.Tensor, num_targets: torch.Tensor) -> None:
+        """Add a microbatch's share of the mean cross entropy, and its number of targets."""
+        self._totals[0] += loss.detach()
+        self._totals[2] += num_targets
+
+    def add_auxiliary(self, loss: torch.Tensor) -> None:
+        """Add a microbatch's share of the weighted auxiliary losses."""
+        self._totals[1] += loss.detach()
+
+    def request_stop(self) -> None:
+        """Ask every rank to stop after this step."""
+        self._totals[3] += 1.0
+
+    def add_routing(
+        self,
+        layer: int,
+        routing: Routing,
+        mask_T: torch.Tensor,
+        balance_share: torch.Tensor,
+        z_share: torch.Tensor,
+    ) -> None:
+        """Add a microbatch's routing of a layer; shares are weighted by its part of the tokens."""
+        row = layer - self.moe_layers.start
+        scores = routing.scores_TE.detach()
+        scores = scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
+        self._counts_LE[row] += routing.counts_E
+        self._mass_LE[row] += (scores * mask_T[:, None]).sum(0)
+        self._losses_L2[row] += torch.stack((balance_share.detach(), z_share.detach()))
+
+    @property
+    def vector(self) -> torch.Tensor:
+        """The sums; reduce it over the world in place."""
+        return self._vector
+
+    def counts(self, layer: int) -> torch.Tensor:
+        """Return `counts_E` (int64) of a layer."""
+        return self._counts_LE[layer - self.moe_layers.start].round().to(torch.int64)
+
+    def totals(self) -> StepTotals:
+        """Return the losses, the number of targets, and whether a rank asked to stop.
+
+        Reads the device, as `layers` does; call after the reduction over the world.
+        """
+        loss, auxiliary, tokens, stops = self._totals.tolist()
+        return StepTotals(loss, auxiliary, round(tokens), stops > 0)
+
+    def layers(self) -> list[LayerBalance]:
+        """Return how each routed layer used its experts."""
+        reports = [
+            measure_load(counts, mass)
+            for counts, mass in zip(self._counts_LE.cpu(), self._mass_LE.cpu(), strict=True)
+        ]
+        return [
+            LayerBalance(
+                counts=[round(count) for count in counts],
+                balance_loss=balance_loss,
+                z_loss=z_loss,
+                imbalance=report.imbalance.item(),
+                entropy_deficit=report.entropy_deficit.item(),
+                dead_experts=int(report.dead_experts),
+                honesty=report.honesty.item(),
+            )
+            for counts, (balance_loss, z_loss), report in zip(
+                self._counts_LE.tolist(), self._losses_L2.tolist(), reports, strict=True
+            )
+        ]

@@ -1,0 +1,304 @@
+"""Does a layout change the numbers? Run a configuration under several and compare with one process.
+
+For every layout and accumulation the same global batch goes through local gloo processes, in FP32,
+from the same initial weights. Compared with one process and one microbatch: the loss, every
+parameter's gradient (as a ratio, so that a factor shows: 2.000 is a sum that should be a mean),
+the gradient norm, the gradient of the auxiliary losses alone, the selection biases after their
+update, and the expert counts. Gradients, never weights after Adam, which hides constant factors.
+
+The batches are made to hurt: valid tokens differ between ranks, a microbatch is all padding, a rank
+has no token at all, and the last expert of each layer is never chosen.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from olmo_trainer.build import Assembly, assemble
+from olmo_trainer.config import LayoutConfig, OneFOneB, PrecisionConfig, TrainerConfig
+from olmo_trainer.data import Batch
+from olmo_trainer.local_ranks import run_local_ranks
+from olmo_trainer.mesh import create_mesh
+from olmo_trainer.open_data import open_data
+from olmo_trainer.step import accumulate_gradients, gradient_norm, update_biases
+
+# Data ranks, expert ranks within them, pipeline ranks.
+LAYOUTS = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (2, 2, 2))
+ACCUMULATIONS = (1, 3)
+SCENARIOS = ("ragged", "silent rank")
+# Divisible by every data size times accumulation of the above.
+SEQUENCES = 12
+MAX_LENGTH = 64
+# FP32 sums in another order: the largest seen is 3e-6 for a parameter's gradient.
+GRADIENT_TOLERANCE = 5e-5
+SCALAR_TOLERANCE = 1e-5
+SILENT_BIAS = -1e4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run to compare."""
+
+    layout: tuple[int, int, int]
+    accumulation: int
+    scenario: str
+
+    @property
+    def world(self) -> int:
+        """Number of processes."""
+        return self.layout[0] * self.layout[2]
+
+
+@dataclass
+class Measured:
+    """What a run under some layout computed, in global terms."""
+
+    loss: float
+    auxiliary: float
+    norm: float
+    gradients: dict[str, torch.Tensor]
+    auxiliary_gradients: dict[str, torch.Tensor]
+    biases: dict[int, torch.Tensor]
+    counts: dict[int, torch.Tensor]
+
+
+@dataclass
+class Verdict:
+    """A case beside the one-process run; empty `faults` means equal."""
+
+    case: Case
+    loss: float
+    loss_deviation: float
+    ratios: dict[str, float]
+    worst_gradient: tuple[str, float]
+    norm_ratio: float
+    auxiliary_ratio: float
+    bias_deviation: float
+    counts_equal: bool
+    faults: list[str] = field(default_factory=list)
+
+
+def verify(
+    config: TrainerConfig,
+    layouts: Iterable[tuple[int, int, int]] = LAYOUTS,
+    accumulations: Sequence[int] = ACCUMULATIONS,
+) -> list[Verdict]:
+    """Compare `config` under each layout and accumulation with one process; one verdict a case.
+
+    Raises:
+        ValueError: The configuration does not divide into a layout.
+    """
+    config = check_config(config)
+    layouts = list(layouts)
+    for layout, accumulation in itertools.product(layouts, accumulations):
+        case_config(config, Case(layout, accumulation, SCENARIOS[0]))
+    batch = open_data(config).global_batch(0)
+    scenarios = {name: make_scenario(batch, name, pad_id=0) for name in SCENARIOS}
+    references = {
+        name: result
+        for name, result in zip(
+            SCENARIOS,
+            run_local_ranks(
+                measure_cases, 1, config, [Case((1, 1, 1), 1, name) for name in SCENARIOS], scenarios
+            )[0],
+            strict=True,
+        )
+    }
+    verdicts = []
+    for layout in layouts:
+        cases = [Case(layout, a, s) for a in accumulations for s in SCENARIOS]
+        measured = run_local_ranks(measure_cases, cases[0].world, config, cases, scenarios)[0]
+        verdicts += [
+            compare(case, each, references[case.scenario])
+            for case, each in zip(cases, measured, strict=True)
+        ]
+    return verdicts
+
+
+def check_config(config: TrainerConfig) -> TrainerConfig:
+    """Return `config` as the check runs it: FP32 on the CPU, short sequences, biases on.
+
+    Balance loss per sequence, whose value no accumulation can change; a per-microbatch loss is
+    another function for another accumulation. A selection bias is needed to silence an expert.
+    """
+    moe = config.model.moe.model_copy(
+        update={
+            "balance_scope": "sequence",
+            "bias_rate": config.model.moe.bias_rate or 1e-3,
+            "balance_loss": config.model.moe.balance_loss or 1e-2,
+        }
+    )
+    length = min(config.data.sequence_length, MAX_LENGTH)
+    return config.model_copy(
+        update={
+            "device": "cpu",
+            "model": config.model.model_copy(update={"moe": moe}),
+            "precision": PrecisionConfig(parameters="fp32", mxfp8=config.precision.mxfp8),
+            "data": config.data.model_copy(update={"sequence_length": length}),
+            "batch": config.batch.model_copy(update={"sequences": SEQUENCES, "accumulation": 1}),
+        }
+    )
+
+
+def case_config(config: TrainerConfig, case: Case) -> TrainerConfig:
+    """Return the configuration of a case; raise `ValueError` when it does not divide."""
+    data, expert, pipeline = case.layout
+    schedule = config.layout.schedule if pipeline > 1 else OneFOneB()
+    tree = config.model_dump()
+    tree["layout"] = LayoutConfig(
+        data=data, expert=expert, pipeline=pipeline, schedule=schedule
+    ).model_dump()
+    tree["batch"]["accumulation"] = case.accumulation
+    return TrainerConfig.model_validate(tree).for_world(case.world)
+
+
+def make_scenario(batch: Batch, name: str, *, pad_id: int) -> Batch:
+    """Return `batch` with its sequences cut to unequal lengths.
+
+    `ragged`: lengths from none to all, so that ranks and microbatches hold unequal numbers of
+    tokens and one microbatch of two sequences is all padding. `silent rank`: the first half of the
+    sequences, all of one of two data ranks, is padding.
+    """
+    count, length = batch.tokens_BS.shape
+    ragged = [length, 1, length // 4, 0, length - 1, length // 2, 5, length // 3, 0, 0, 3, length]
+    silent = [0] * (count // 2) + [length, 7, 0, length // 2, 1, length]
+    lengths = torch.tensor(ragged if name == "ragged" else silent).clamp(max=length)
+    real = torch.arange(length) < lengths[:, None]
+    # The last real token of a cut sequence has no real successor to predict.
+    predicts = torch.arange(length) < lengths[:, None] - 1
+    return Batch(
+        tokens_BS=batch.tokens_BS.masked_fill(~real, pad_id),
+        targets_BS=batch.targets_BS.masked_fill(~predicts, -100),
+        mask_BS=real,
+    )
+
+
+def measure_cases(
+    config: TrainerConfig, cases: Sequence[Case], scenarios: dict[str, Batch]
+) -> list[Measured]:
+    """Run each case in this process group; every rank returns the global result."""
+    return [measure(case_config(config, case), scenarios[case.scenario]) for case in cases]
+
+
+def measure(config: TrainerConfig, batch: Batch) -> Measured:
+    """Run one global batch under the layout of `config`."""
+    assembly = assemble(config, create_mesh(config.layout, torch.device("cpu")))
+    for bias in assembly.selection_biases.values():
+        bias.bias_E[-1] = SILENT_BIAS
+    mesh, accumulation = assembly.mesh, config.batch.accumulation
+    batches = split_batch(batch, mesh.num_data * accumulation)
+    batches = batches[mesh.data * accumulation : (mesh.data + 1) * accumulation]
+    accumulate_gradients(assembly, batches, loss_scale=0.0)
+    auxiliary_gradients = gather_gradients(assembly)
+    accumulate_gradients(assembly, batches)
+    totals = assembly.statistics.totals()
+    update_biases(assembly)
+    biases = {layer: bias.bias_E.clone() for layer, bias in assembly.selection_biases.items()}
+    return Measured(
+        loss=totals.loss,
+        auxiliary=totals.auxiliary_loss,
+        norm=gradient_norm(assembly).item(),
+        gradients=gather_gradients(assembly),
+        auxiliary_gradients=auxiliary_gradients,
+        biases={layer: bias for each in _everywhere(biases) for layer, bias in each.items()},
+        counts={layer: assembly.statistics.counts(layer) for layer in config.model.moe_layers},
+    )
+
+
+def split_batch(batch: Batch, parts: int) -> list[Batch]:
+    """Cut a batch into `parts` batches of as many sequences each."""
+    columns = (batch.tokens_BS, batch.targets_BS, batch.mask_BS)
+    return [
+        Batch(*each) for each in zip(*(column.chunk(parts) for column in columns), strict=True)
+    ]
+
+
+def gather_gradients(assembly: Assembly) -> dict[str, torch.Tensor]:
+    """Return every parameter's reduced gradient, whole, on every rank."""
+    mine = {
+        (name, assembly.mesh.expert if ".experts." in name else 0): parameter.main_grad.clone()
+        for name, parameter in assembly.parameters
+    }
+    shards = {key: value for each in _everywhere(mine) for key, value in each.items()}
+    names = dict.fromkeys(name for name, _ in sorted(shards))
+    return {
+        name: torch.cat([shards[key] for key in sorted(shards) if key[0] == name]) for name in names
+    }
+
+
+def compare(case: Case, measured: Measured, reference: Measured) -> Verdict:
+    """Hold a case beside the one-process run."""
+    faults, ratios, deviations = [], {}, {}
+    if measured.gradients.keys() != reference.gradients.keys():
+        faults.append(f"parameters {measured.gradients.keys() ^ reference.gradients.keys()}")
+    for name in reference.gradients.keys() & measured.gradients.keys():
+        ratios[name], deviations[name] = _ratio(measured.gradients[name], reference.gradients[name])
+        if not deviations[name] <= GRADIENT_TOLERANCE:
+            faults.append(f"gradient of {name}: ratio {ratios[name]:.4f}")
+    worst = max(deviations, key=lambda name: deviations[name])
+    flat = [
+        torch.cat([each.auxiliary_gradients[name].flatten() for name in sorted(reference.gradients)])
+        for each in (measured, reference)
+    ]
+    auxiliary_ratio, auxiliary_deviation = _ratio(*flat)
+    if not auxiliary_deviation <= GRADIENT_TOLERANCE:
+        faults.append(f"gradient of the auxiliary losses: ratio {auxiliary_ratio:.4f}")
+    if not flat[1].any():
+        faults.append("the auxiliary losses have no gradient in the one-process run")
+    loss_deviation = _relative(measured.loss, reference.loss)
+    norm_ratio = measured.norm / reference.norm
+    for what, deviation in (
+        ("loss", loss_deviation),
+        ("auxiliary loss", _relative(measured.auxiliary, reference.auxiliary)),
+        ("gradient norm", abs(norm_ratio - 1)),
+    ):
+        if not deviation <= SCALAR_TOLERANCE:
+            faults.append(f"{what}: deviates by {deviation:.2e}")
+    bias_deviation = max(
+        (float((measured.biases[layer] - bias).abs().max()) for layer, bias in reference.biases.items()),
+        default=0.0,
+    )
+    if bias_deviation != 0:
+        faults.append(f"selection bias: differs by {bias_deviation:.2e}")
+    counts_equal = all(torch.equal(measured.counts[k], v) for k, v in reference.counts.items())
+    if not counts_equal:
+        faults.append("expert counts differ")
+    return Verdict(
+        case=case,
+        loss=measured.loss,
+        loss_deviation=loss_deviation,
+        ratios=ratios,
+        worst_gradient=(worst, ratios[worst]),
+        norm_ratio=norm_ratio,
+        auxiliary_ratio=auxiliary_ratio,
+        bias_deviation=bias_deviation,
+        counts_equal=counts_equal,
+        faults=faults,
+    )
+
+
+def _ratio(measured: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
+    """Return the projection of `measured` on `reference`, and the relative distance of the two."""
+    if measured.shape != reference.shape:
+        return float("nan"), float("inf")
+    a, b = measured.double().flatten(), reference.double().flatten()
+    if not b.any():
+        return (1.0, 0.0) if not a.any() else (float("inf"), float("inf"))
+    return float(a @ b / (b @ b)), float((a - b).norm() / b.norm())
+
+
+def _relative(measured: float, reference: float) -> float:
+    return abs(measured - reference) / max(abs(reference), 1e-12)
+
+
+def _everywhere(mine: Any) -> list[Any]:
+    """Return every rank's value, in rank order."""
+    if not dist.is_initialized():
+        return [mine]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered

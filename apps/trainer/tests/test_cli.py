@@ -1,0 +1,148 @@
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from olmo_trainer.checkpoint import MANIFEST
+from olmo_trainer.cli import main
+
+APP = Path(__file__).parents[1]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(APP), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["verify", "-h"]])
+def test_help_answers_without_torch(arguments):
+    code = (
+        "import sys; from olmo_trainer.cli import main\n"
+        f"try: main({arguments!r})\n"
+        "except SystemExit as stop: assert stop.code == 0\n"
+        "assert 'torch' not in sys.modules; assert 'pydantic' not in sys.modules"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert time.monotonic() - began < 3  # about 0.2 s alone; CI shares its cores
+    assert "usage: apps/trainer" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["toyy"], "no recipe 'toyy'; there are toy, toy-mxfp8, nano"),
+        (["--set", "modle.d_model=8"], "modle.d_model: no such key"),
+        (["--steps", "0"], "steps = 0: input should be greater than or equal to 1"),
+        (["--set", "layout.pipeline=2"], "layout.pipeline (2) must divide the number of processes"),
+        (["--resume", "/nowhere"], "/nowhere: no checkpoint here"),
+        (["inspect", "/nowhere"], "/nowhere: no checkpoint here"),
+        (["sample", "/nowhere", "--bytes", "0"], "--bytes must be at least 1, got 0"),
+    ],
+)
+def test_wrong_input_exits_2_with_one_clear_message(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_input_is_said_once_and_before_any_process_group():
+    # MASTER_ADDR leads nowhere: whoever tried to join a process group would hang or say so.
+    world = {"WORLD_SIZE": "3", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
+    settings = ("--set", "layout.pipeline=2")
+    first, second = run(*settings, RANK="0", **world), run(*settings, RANK="1", **world)
+    assert (first.returncode, second.returncode) == (2, 2)
+    assert "layout.pipeline (2) must divide the number of processes (3)" in first.stderr
+    assert second.stderr == ""
+
+
+def test_a_missing_data_folder_is_named(tmp_path):
+    done = run("nano", "--set", "data.kind=text_folder", "--set", f"data.path={tmp_path}/none")
+    assert done.returncode == 2
+    assert f"{tmp_path}/none" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_dry_run_prints_config_counts_and_bytes(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["toy", "--dry-run", "--set", "batch.sequences=32"]) == 0
+    out = capsys.readouterr().out
+    assert "batch.sequences = 32" in out
+    assert "total" in out
+    assert "active a token" in out
+    assert "bytes" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_recipes_lists_every_recipe(capsys):
+    assert main(["recipes"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("toy", "toy-mxfp8", "nano"))
+
+
+def test_the_whole_story_of_a_run(tmp_path):
+    """Train, inspect, sample, resume a finished run, and break the checkpoint."""
+    folder = tmp_path / "run"
+    trained = run("nano", "--steps", "3", "--set", f"run.folder={folder}")
+    assert trained.returncode == 0, trained.stderr
+    assert "step 3/3" in trained.stdout
+    assert "bits a byte" in trained.stdout
+    assert "\x1b" not in trained.stdout
+    checkpoint = folder / "checkpoints" / "step-00000003"
+    assert str(checkpoint) in trained.stdout.replace("\n", "")
+    report = (folder / "report.html").read_text()
+    assert report.count("<svg") >= 3
+    assert "step 3 of 3" in run("inspect", str(folder)).stdout
+    sampled = run("sample", str(folder), "--bytes", "5", "--temperature", "0", "--prompt", "import ")
+    assert sampled.returncode == 0, sampled.stderr
+    assert sampled.stdout.startswith("import ")
+    again = run("--resume", str(folder))
+    assert again.returncode == 0
+    assert "already at step 3; nothing to do" in again.stdout.replace("\n", "")
+    for name, message in _breakages(checkpoint):
+        broken = run("--resume", str(folder), "--steps", "5")
+        assert broken.returncode == 2, name
+        assert message in broken.stderr, name
+        assert len(broken.stderr.splitlines()) == 1, name
+
+
+def _breakages(checkpoint: Path):
+    manifest = checkpoint / MANIFEST
+    whole = json.loads(manifest.read_text())
+    other = json.loads(json.dumps(whole))
+    other["config"]["model"]["d_model"] = 64
+    # A recipe named beside the checkpoint is compared with it; alone it would bring its own.
+    manifest.write_text("{")
+    yield "description cut", "cannot be read"
+    manifest.write_text(json.dumps(whole))
+    data = next(each for each in checkpoint.iterdir() if each.suffix == ".distcp")
+    content = data.read_bytes()
+    data.write_bytes(content[: len(content) // 2])
+    yield "data cut", "truncated"
+    data.unlink()
+    yield "data missing", "is missing"
+    data.write_bytes(content)
+
+
+def test_a_checkpoint_of_another_model_is_named(tmp_path):
+    folder = tmp_path / "run"
+    settings = ("--set", f"run.folder={folder}", "--set", "run.sample_bytes=0")
+    assert run("nano", "--steps", "1", *settings).returncode == 0
+    for setting, message in (
+        ("model.d_model=64", "a checkpoint of another model: model.d_model is 32 there and 64 here"),
+        ("model.moe.num_experts=8", "model.moe.num_experts is 4 there and 8 here"),
+        ("seed=3", "trained on other data"),
+        ("data.sequence_length=32", "trained on other data"),
+    ):
+        done = run("nano", "--resume", str(folder), "--steps", "2", *settings, "--set", setting)
+        assert done.returncode == 2
+        assert message in done.stderr

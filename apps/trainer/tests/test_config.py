@@ -1,0 +1,83 @@
+import pytest
+from olmo_trainer.overrides import ConfigError, apply_overrides
+from olmo_trainer.recipes import RECIPES, nano, toy
+
+
+def test_every_recipe_is_valid_and_named_by_its_key():
+    for name, recipe in RECIPES.items():
+        config = recipe()
+        assert config.name == name
+        assert apply_overrides(config, []) == config
+        assert config.for_world(1).layout.data == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("batch.sequences=x", "batch.sequences = 'x': input should be a valid integer"),
+        ("batch.sequences=0", "batch.sequences = 0: input should be greater than or equal to 1"),
+        ("batch.sequnces=1", r"batch.sequnces: no such key; did you mean batch.sequences\?"),
+        ("d_model=64", r"d_model: no such key; did you mean model.d_model"),
+        ("model=3", "model is a group; set one of its values: vocab_size"),
+        ("nothing", "--set needs KEY=VALUE, got 'nothing'"),
+        ("model.d_model=30", "model.d_model = 30: input should be a multiple of 8"),
+        ("model.moe.top_k=9", r"top_k \(9\) must be at most num_experts \(4\)"),
+        ("model.attention.num_heads=3", None),
+        ("model.attention.num_kv_heads=3", r"num_kv_heads \(3\) must divide num_heads \(2\)"),
+        ("layout.expert=3", r"layout.expert \(3\) must divide model.moe.num_experts \(4\)"),
+        ("layout.pipeline=5", r"model.num_layers \(4\) must be at least .* \(5\)"),
+        ("layout.schedule.kind=interleaved", "needs pipeline >= 2, got pipeline = 1"),
+        ("data.kind=web", "data.kind = 'web': must be one of 'standard_library', 'text_folder'"),
+        ("data.kind=text_folder", "data.path: required, not given"),
+        ("data.path=/tmp", "data.path: no such key for kind = 'standard_library'"),
+        ("precision.mxfp8=heads", "precision.mxfp8.0 = 'heads': input should be 'experts' or"),
+        ("device=tpu", "device = 'tpu': input should be 'auto', 'cpu' or 'cuda'"),
+        ("optimizer.beta1=1", "optimizer.beta1 = 1: input should be less than 1"),
+        ("steps=null", "steps = None: input should be a valid integer"),
+    ],
+)
+def test_a_wrong_setting_names_key_value_and_rule(setting, message):
+    if message is None:
+        assert apply_overrides(nano(), [setting]).model.attention.num_heads == 3
+        return
+    with pytest.raises(ConfigError, match=message):
+        apply_overrides(nano(), [setting])
+
+
+def test_mxfp8_widths():
+    with pytest.raises(ConfigError, match=r"expert_hidden \(40\) must be a multiple of 32"):
+        apply_overrides(nano(), ["precision.mxfp8=experts", "model.moe.expert_hidden=40"])
+    ok = apply_overrides(nano(), ["precision.mxfp8=shared", "model.moe.expert_hidden=40"])
+    assert ok.precision.mxfp8 == ("shared",)
+
+
+def test_a_switched_strategy_starts_from_its_own_defaults():
+    config = apply_overrides(nano(), ["data.path=/x", "data.kind=text_folder"])
+    assert config.data.kind == "text_folder"
+    assert config.data.sequence_length == 256  # not nano's 64, which was the other strategy's
+
+
+@pytest.mark.parametrize(
+    ("settings", "world", "message"),
+    [
+        ([], 0, None),
+        (["layout.pipeline=2"], 3, r"layout.pipeline \(2\) must divide .* \(3\)"),
+        (["layout.data=3"], 4, r"layout.data \(3\) \* layout.pipeline \(1\) must be .* \(4\)"),
+        (["layout.expert=4"], 2, r"layout.expert \(4\) must divide the data ranks.* \(2\)"),
+        (["batch.sequences=8"], 3, r"batch.sequences \(8\) must be a multiple of .* \(3 \* 1\)"),
+        (["batch.accumulation=3"], 1, r"batch.sequences \(8\) .* \(1 \* 3\)"),
+    ],
+)
+def test_a_layout_that_does_not_divide_is_named(settings, world, message):
+    config = apply_overrides(nano(), settings)
+    if message is None:
+        assert config.for_world(1).layout.data == 1
+        return
+    with pytest.raises(ValueError, match=message):
+        config.for_world(world)
+
+
+def test_layout_fits_the_world():
+    config = apply_overrides(toy(), ["layout.pipeline=2", "layout.expert=2"]).for_world(4)
+    assert config.layout.data == 2
+    assert config.layout.num_stages == 2

@@ -1,0 +1,153 @@
+"""One gradient norm of the whole model, and clipping by it.
+
+    |g|   = sqrt( sum over the elements of every parameter, each once, of g^2 )
+    g    <- g * min(1, max_norm / |g|)
+
+"Each once" is what goes wrong in parallel: a dense gradient lies on every data-parallel process, an
+expert's on some of them, a pipeline stage holds only its layers. Here the process with rank 0 in a
+parameter's replica group counts it, and one all-reduce over all processes that hold the model adds
+up. The number is the same on every process and in every layout, so the factor is too.
+
+Elements are squared and summed in FP64: no overflow above 1.8e19, and no visible dependence on the
+order of the sum. Nothing is read from the device by the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ._groups import ReplicaGroups
+from ._parameters import main_grad, trainable
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Elements converted to FP64 at a time: 128 MiB.
+_PIECE = 2**24
+
+
+def global_grad_norm(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    replica_groups: ReplicaGroups,
+    *,
+    norm_type: float = 2.0,
+    group: ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Return the norm of `main_grad` over all parameters of the model, the same on every process.
+
+    Call it after `GradientReducer.reduce()`, on every process of `group`: one collective, also for
+    a process that holds no parameter.
+
+    Args:
+        named_parameters: what this process holds, all pipeline chunks together, each once. May be
+            empty.
+        replica_groups: who holds replicas of which parameter.
+        norm_type: 2.0, or `math.inf` for the largest absolute value.
+        group: all processes that hold the model. None: the default group if torch.distributed is
+            initialised, else this process alone.
+
+    Returns:
+        0-d float32, on the parameters' device. NaN when any gradient anywhere holds a NaN, else inf
+        when one holds an infinity.
+
+    Raises:
+        ValueError: `norm_type` is neither, or a parameter has no `main_grad`.
+    """
+    grads, counted = _gradients(named_parameters, replica_groups)
+    return _norm(grads, counted, norm_type, group).float()
+
+
+def clip_grad_norm(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    replica_groups: ReplicaGroups,
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    group: ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Scale every `main_grad` by one factor so that the norm of the model is at most `max_norm`.
+
+    The factor is `max_norm / norm` when the norm is finite and above `max_norm`. Otherwise it is
+    exactly 1 and the gradients keep their bits: also when the norm is NaN or infinite, since no
+    factor can mend that. A NaN then stays where it is, to be found, and never becomes 0; test the
+    norm that is returned before the optimizer step.
+
+    Args:
+        named_parameters: as in `global_grad_norm`.
+        replica_groups: who holds replicas of which parameter.
+        max_norm: largest norm that stays unscaled, > 0; `math.inf` only measures.
+        norm_type: 2.0 or `math.inf`.
+        group: as in `global_grad_norm`.
+
+    Returns:
+        The norm before clipping, 0-d float32, the same on every process.
+
+    Raises:
+        ValueError: `max_norm` is not above 0, or as in `global_grad_norm`.
+    """
+    if not max_norm > 0:
+        raise ValueError(
+            f"`max_norm` must be > 0, got {max_norm}; use `global_grad_norm` to measure only."
+        )
+    grads, counted = _gradients(named_parameters, replica_groups)
+    norm = _norm(grads, counted, norm_type, group)
+    factor = torch.where((norm > max_norm) & norm.isfinite(), max_norm / norm, 1.0)
+    for grad in grads:
+        grad.mul_(factor.to(grad.device, grad.dtype))
+    return norm.float()
+
+
+def _gradients(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], replica_groups: ReplicaGroups
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return every gradient held here, and those of them that this process counts."""
+    grads: list[torch.Tensor] = []
+    counted: list[torch.Tensor] = []
+    for name, parameter in trainable(named_parameters):
+        grad = main_grad(name, parameter)
+        grads.append(grad)
+        if replica_groups.of(name, parameter).rank == 0 and grad.numel() > 0:
+            counted.append(grad)
+    return grads, counted
+
+
+def _norm(
+    grads: list[torch.Tensor],
+    counted: list[torch.Tensor],
+    norm_type: float,
+    group: ProcessGroup | None,
+) -> torch.Tensor:
+    """Return the norm as 0-d float64."""
+    if norm_type not in (2.0, math.inf):
+        raise ValueError(f"`norm_type` must be 2.0 or `math.inf`, got {norm_type}.")
+    together = dist.is_available() and dist.is_initialized()
+    if grads:
+        device = grads[0].device
+    elif together and "nccl" in dist.get_backend_config(group):
+        device = torch.device("cuda", torch.cuda.current_device())
+    else:
+        device = torch.device("cpu")
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    if norm_type == 2.0:
+        total = sum((_sum_of_squares(grad).to(device) for grad in counted), zero)
+        if together:
+            dist.all_reduce(total, group=group)
+        return total.sqrt()
+    largest = torch.stack([zero, *(grad.abs().amax().to(device, zero.dtype) for grad in counted)])
+    # A MAX over processes may drop a NaN, so it travels as a flag beside the largest number.
+    number = largest.nan_to_num(nan=0.0, posinf=math.inf).amax()
+    pair = torch.stack([number, largest.isnan().any().to(number.dtype)])
+    if together:
+        dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
+    return torch.where(pair[1] > 0, math.nan, pair[0])
+
+
+def _sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
+    pieces = [piece.double().square().sum() for piece in grad.flatten().split(_PIECE)]
+    return torch.stack(pieces).sum()

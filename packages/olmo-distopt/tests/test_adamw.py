@@ -1,0 +1,274 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from olmo_distopt import (
+    GradientReducer,
+    Location,
+    ReplicaGroups,
+    ShardedAdamW,
+    decays_matrices,
+    reference,
+)
+from torch import nn
+
+SHAPES = [(3, 5), (7,), (), (0, 4), (2, 3, 4), (1, 1)]
+
+
+def _named(shapes, seed=0) -> list[tuple[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (f"p{i}", nn.Parameter(torch.randn(s, generator=generator))) for i, s in enumerate(shapes)
+    ]
+
+
+def _set_grads(named, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _, parameter in named:
+        grad = torch.randn(parameter.shape, generator=generator)
+        vars(parameter)["main_grad"] = grad
+        parameter.grad = grad.to(parameter.dtype)
+
+
+def _torch_adamw(named, *, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1):
+    """torch's optimizer with our rule of decay."""
+    decayed = [p for name, p in named if decays_matrices(name, p)]
+    others = [p for name, p in named if not decays_matrices(name, p)]
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, foreach=False)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.0, 0.999), (0.3, 0.0)])
+def test_bitwise_equal_to_torch(alone, betas):
+    ours, theirs = _named(SHAPES), _named(SHAPES)
+    optimizer = ShardedAdamW(ours, alone, lr=0.01, betas=betas, eps=1e-6)
+    oracle = _torch_adamw(theirs, lr=0.01, betas=betas, eps=1e-6)
+    for step in range(5):
+        _set_grads(ours, step)
+        _set_grads(theirs, step)
+        optimizer.step()
+        oracle.step()
+        for (name, mine), (_, other) in zip(ours, theirs, strict=True):
+            assert torch.equal(mine, other), f"{name} at step {step + 1}"
+
+
+def test_the_reference_is_torch_in_float64():
+    (_, weight), *_ = _named([(3, 4)])
+    weight = nn.Parameter(weight.detach().double())
+    oracle = torch.optim.AdamW([weight], lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2)
+    mine, m, v = weight.detach().clone(), torch.zeros(3, 4).double(), torch.zeros(3, 4).double()
+    for step in range(1, 6):
+        weight.grad = torch.full_like(weight, 0.5).cos_() * step
+        mine, m, v = reference.adamw(
+            *(mine, weight.grad, m, v),
+            **{"step": step, "lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.2},
+        )
+        oracle.step()
+        torch.testing.assert_close(mine, weight.detach(), rtol=1e-14, atol=1e-14)
+
+
+def test_tiny_updates_survive_in_bf16(alone):
+    weight = nn.Parameter(torch.ones(2, 2).bfloat16())
+    optimizer = ShardedAdamW([("w", weight)], alone, lr=1e-4, weight_decay=0.0)
+    vars(weight)["main_grad"] = torch.ones(2, 2)
+    for _ in range(1000):
+        optimizer.step()
+    state: dict[str, Any] = optimizer.state_dict()
+    main = state["main.w"].local
+    # FP32 rounds each of 1000 weights near 1 by at most 2^-25.
+    assert main.tolist() == pytest.approx([0.9] * 4, abs=1000 * 2.0**-25)
+    assert torch.equal(weight, main.view(2, 2).bfloat16())
+    assert optimizer.num_steps == 1000
+
+
+def test_decay_by_name_and_shape(alone):
+    decayed = {
+        "embed.weight": (6, 2),
+        "blocks.0.attention.q.weight": (2, 2),
+        "blocks.1.experts.w_gate_up_E2HD": (2, 4, 2),
+        "blocks.1.router.weight": (3, 2),
+        "alone.weight": (2, 2),
+    }
+    kept = {
+        "blocks.0.attention.q_norm.weight": (2, 3),
+        "blocks.0.RMSNorm.weight": (4,),
+        "blocks.1.experts.norm.weight": (2, 4),
+        "blocks.1.experts.up_bias": (2, 4),
+        "blocks.0.attention.q.bias": (2,),
+        "ln_f.weight": (1, 4),
+        "blocks.0.ln1.weight": (1, 4),
+        "scale": (),
+        "line": (4,),
+    }
+    named = [(name, nn.Parameter(torch.randn(shape))) for name, shape in (decayed | kept).items()]
+    before = {name: parameter.detach().clone() for name, parameter in named}
+    reducer = GradientReducer(named, alone)
+    optimizer = ShardedAdamW(named, alone, lr=1.0, weight_decay=0.1)
+    for _ in range(3):
+        torch.stack([(parameter * 0.0).sum() for _, parameter in named]).sum().backward()
+    reducer.reduce()
+    optimizer.step()
+    for name, parameter in named:
+        factor = 0.9 if name in decayed else 1.0
+        assert torch.equal(parameter, before[name] * factor), name
+
+
+def test_a_decay_rule_of_your_own(alone):
+    named = _named([(2, 2), (2, 2)])
+    before = [parameter.detach().clone() for _, parameter in named]
+    optimizer = ShardedAdamW(named, alone, lr=1.0, decay=lambda name, parameter: name == "p1")
+    for _, parameter in named:
+        vars(parameter)["main_grad"] = torch.zeros(2, 2)
+    optimizer.step()
+    assert torch.equal(named[0][1], before[0])
+    assert torch.equal(named[1][1], before[1] * 0.9)
+
+
+def test_a_new_learning_rate_reaches_every_parameter(alone):
+    ours, theirs = _named(SHAPES), _named(SHAPES)
+    optimizer, oracle = ShardedAdamW(ours, alone, lr=0.5), _torch_adamw(theirs, lr=0.5)
+    for step, lr in enumerate([0.5, 0.1, 0.1, 0.02]):
+        _set_grads(ours, step)
+        _set_grads(theirs, step)
+        for group in oracle.param_groups:
+            group["lr"] = lr
+        oracle.step()
+        if step == 1:
+            optimizer.lr = lr
+        optimizer.step(lr=lr if step == 3 else None)
+        for (name, mine), (_, other) in zip(ours, theirs, strict=True):
+            assert torch.equal(mine, other), name
+    assert optimizer.lr == 0.1, "`step(lr=...)` is for one step"
+
+
+def test_frozen_parameters_have_no_state(alone):
+    named = _named([(2, 2), (2, 2)])
+    named[0][1].requires_grad_(False)
+    optimizer = ShardedAdamW(named, alone, lr=1.0)
+    assert set(optimizer.state_dict()) == {"step", "main.p1", "exp_avg.p1", "exp_avg_sq.p1"}
+
+
+def test_adopting_parameters_starts_afresh(alone):
+    named, others = _named([(2, 2)]), _named([(2, 2)], seed=1)
+    optimizer = ShardedAdamW(named, alone, lr=0.1)
+    _set_grads(named, 0)
+    optimizer.step()
+    with torch.no_grad():
+        named[0][1].copy_(others[0][1])
+    optimizer.adopt_parameters()
+    fresh = ShardedAdamW(others, alone, lr=0.1)
+    for pair in (named, others):
+        _set_grads(pair, 1)
+    optimizer.step()
+    fresh.step()
+    assert torch.equal(named[0][1], others[0][1])
+    assert optimizer.num_steps == 1
+
+
+def test_a_refused_step_changes_nothing(alone):
+    named = _named([(2, 2), (3,)])
+    optimizer = ShardedAdamW(named, alone, lr=0.1)
+    vars(named[0][1])["main_grad"] = torch.ones(2, 2)
+    before = [parameter.detach().clone() for _, parameter in named]
+    with pytest.raises(ValueError, match="`p1` must have a `main_grad`"):
+        optimizer.step()
+    vars(named[1][1])["main_grad"] = torch.ones(4)
+    with pytest.raises(ValueError, match=r"`main_grad` of `p1` .* \(3,\), got \(4,\)"):
+        optimizer.step()
+    vars(named[1][1])["main_grad"] = torch.ones(3)
+    with pytest.raises(ValueError, match=r"`lr` must be in \[0, inf\), got nan"):
+        optimizer.step(lr=math.nan)
+    assert optimizer.num_steps == 0
+    assert all(torch.equal(p, old) for (_, p), old in zip(named, before, strict=True))
+
+
+def test_bad_options(alone):
+    named = _named([(2, 2)])
+    for options, message in [
+        ({"lr": -1.0}, r"`lr` must be in \[0, inf\), got -1.0"),
+        ({"betas": (1.0, 0.9)}, r"`betas\[0\]` must be in \[0, 1\), got 1.0"),
+        ({"betas": (0.9, -0.1)}, r"`betas\[1\]` must be in \[0, 1\), got -0.1"),
+        ({"eps": 0.0}, "`eps` must be > 0 and finite, got 0.0"),
+        ({"weight_decay": math.inf}, r"`weight_decay` must be in \[0, inf\), got inf"),
+        ({"bucket_bytes": -1}, "`bucket_bytes` must be > 0, got -1"),
+        ({"locations": {"q": Location((2,), 0)}}, r"must name listed parameters, got \['q'\]"),
+        ({"locations": {"p0": Location((2, 3), 0)}}, r"`p0` must lie .* \(2, 2\) at row 0"),
+        ({"locations": {"p0": Location((4, 2), 3)}}, "at row 3 of"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ShardedAdamW(named, alone, **({"lr": 0.1} | options))
+    with pytest.raises(ValueError, match=r"at most 32 bits.*got torch.float64"):
+        ShardedAdamW([("w", nn.Parameter(torch.ones(2).double()))], alone, lr=0.1)
+
+
+def _step(rank, world, shapes, group_of, dtype, min_shard_numel, bucket_bytes):
+    """Three steps on this rank's share of the gradients; returns weights and elements of state."""
+    groups = ReplicaGroups(
+        {"all": dist.group.WORLD, "own": None}, lambda name, _: group_of[int(name[1:])]
+    )
+    named: list[tuple[str, Any]] = [
+        (name, nn.Parameter(p.detach().to(dtype))) for name, p in _named(shapes)
+    ]
+    reducer = GradientReducer(named, groups, bucket_bytes=bucket_bytes)
+    optimizer = ShardedAdamW(
+        named, groups, lr=0.01, min_shard_numel=min_shard_numel, bucket_bytes=bucket_bytes
+    )
+    empty = torch.empty
+    torch.empty = lambda *size, **kwargs: empty(*size, **kwargs).fill_(math.nan)
+    try:
+        for step in range(3):
+            for index, (_, parameter) in enumerate(named):
+                if group_of[index] == "own" or (step + index) % world == rank:
+                    grad = torch.full(parameter.shape, (step + 1) * 0.25 * (index + 1)).to(dtype)
+                    (parameter * grad).sum().backward()
+            reducer.reduce()
+            optimizer.step()
+            for _, parameter in named:
+                parameter.main_grad.fill_(math.nan)
+            reducer.zero()
+    finally:
+        torch.empty = empty
+    state: dict[str, Any] = optimizer.state_dict()
+    held = {key: value.local.numel() for key, value in state.items() if "." in key}
+    return [parameter.detach() for _, parameter in named], held
+
+
+@pytest.mark.dist
+@settings(max_examples=10, deadline=None)
+@given(
+    world=st.integers(1, 4),
+    shapes=st.lists(
+        st.lists(st.integers(0, 6), min_size=0, max_size=3).map(tuple), min_size=1, max_size=6
+    ),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    min_shard_numel=st.sampled_from([0, 1, 6, 4096]),
+    bucket_bytes=st.sampled_from([1, 40, 10**6]),
+    data=st.data(),
+)
+def test_any_group_equals_one_process(
+    processes, world, shapes, dtype, min_shard_numel, bucket_bytes, data
+):
+    group_of = [data.draw(st.sampled_from(["all", "own"])) for _ in shapes]
+    arguments = (shapes, group_of, dtype, min_shard_numel, bucket_bytes)
+    results = processes.run(_step, *arguments, world=world)
+
+    named = [(name, nn.Parameter(p.detach().to(dtype).float())) for name, p in _named(shapes)]
+    oracle = _torch_adamw(named, lr=0.01)
+    for step in range(3):
+        for index, (_, parameter) in enumerate(named):
+            parameter.grad = torch.full_like(parameter, (step + 1) * 0.25 * (index + 1))
+        oracle.step()
+    for weights, held in results:
+        for index, (weight, (name, expected)) in enumerate(zip(weights, named, strict=True)):
+            assert torch.equal(weight, expected.detach().to(dtype)), f"{name} {tuple(weight.shape)}"
+            numel = weight.numel()
+            cut = group_of[index] == "all" and numel % world == 0 and numel >= min_shard_numel
+            for kind in ("main", "exp_avg", "exp_avg_sq"):
+                assert held[f"{kind}.{name}"] == (numel // world if cut else numel)

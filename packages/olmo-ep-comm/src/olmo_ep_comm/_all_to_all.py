@@ -1,0 +1,217 @@
+"""Experts spread over a group, rows exchanged by `all_to_all_single`: exact and dropless.
+
+Rank r of n owns the experts [r*E/n, (r+1)*E/n). One dispatch is
+
+    counts    every rank tells every other how many rows it will send to each of its experts
+    send      routes sorted by expert are sorted by destination rank too: one exchange moves them
+    arrange   rows arrive by source rank, then expert; permuted to expert, then source rank
+
+and combine is the same road backwards. Weights take a second, thin exchange. The counts are read by
+the host, which needs them to size the exchange: one wait for the device each dispatch.
+
+The same code runs on gloo (CPU) and NCCL (GPU).
+
+Shapes: T tokens, K slots, E experts of the whole group, L = E/n of this rank, R rows, S sources.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._autograd import combine_rows, dispatch_rows
+from ._checks import (
+    PAYLOAD_DTYPES,
+    WEIGHT_DTYPES,
+    check_inputs,
+    check_num_experts,
+    has_unknown_ids,
+    unknown_ids_error,
+)
+from ._interface import Dispatched
+from .reference import Routes, sort_routes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _AllToAll:
+    """A wire to the other ranks.
+
+    Attributes:
+        group: The ranks.
+        sent: Rows that this rank sends to each rank.
+        received: Rows that it gets from each.
+        arrival_R: Where each row, in canonical order, stands in the order of arrival.
+        place_R: The inverse: the canonical place of each row that arrives.
+    """
+
+    group: dist.ProcessGroup
+    sent: list[int]
+    received: list[int]
+    arrival_R: Tensor
+    place_R: Tensor
+
+    def send(self, values: Tensor) -> Tensor:
+        arrived = self._exchange(values, self.sent, self.received)
+        return arrived.index_select(0, self.arrival_R)
+
+    def send_back(self, values: Tensor) -> Tensor:
+        return self._exchange(values.index_select(0, self.place_R), self.received, self.sent)
+
+    def _exchange(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        arrived = values.new_empty(sum(received), *values.shape[1:])
+        dist.all_to_all_single(arrived, values.contiguous(), received, sent, group=self.group)
+        return arrived
+
+
+class AllToAllDispatcher:
+    """Exchanges rows over a process group with uneven all-to-alls.
+
+    Every rank of the group must call `dispatch` and `combine` equally often, in the same order,
+    also with no tokens, and must run the same backward passes. So the loss of every rank must
+    depend on its result of `combine` (for a rank with nothing to learn, `0 * y.sum()` will do), and
+    all ranks or none are under `torch.no_grad()`. Given that, each rank takes part in each
+    exchange, forward and backward, whatever its tokens, rows, and needs of a gradient.
+    """
+
+    def __init__(self, *, num_experts: int, group: dist.ProcessGroup | None = None) -> None:
+        """Make a dispatcher for this rank's share of the experts.
+
+        Args:
+            num_experts: Experts of the whole group, a multiple of its size; the same on every rank.
+            group: The ranks that share the experts, any ranks of the world in any number of groups.
+                None is the default group.
+
+        Raises:
+            ValueError: If the experts do not divide over the group, or this process is not in it.
+            RuntimeError: If `group` is None and there is no default group.
+        """
+        check_num_experts(num_experts)
+        self._group = _resolve(group)
+        rank, self._num_ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+        if num_experts % self._num_ranks:
+            raise ValueError(
+                f"`num_experts` must be a multiple of the size of `group`, {self._num_ranks}, "
+                f"got {num_experts}."
+            )
+        share = num_experts // self._num_ranks
+        self.num_experts = num_experts
+        self.local_experts = range(rank * share, (rank + 1) * share)
+
+    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        """Bring each token to the ranks of its experts: see `Dispatcher.dispatch`.
+
+        A fault on one rank must not leave the others waiting, so it travels with the counts: all
+        ranks of the group raise together and no rows are sent.
+
+        Raises:
+            ValueError: If on any rank shapes or devices do not fit together or an id is neither an
+                expert nor -1, or if ranks differ in width or dtype.
+            TypeError: If a dtype of this rank is none of those named in `Dispatcher.dispatch`.
+        """
+        fault, routes = None, None
+        try:
+            check_inputs(x_TD, expert_ids_TK, weights_TK)
+            routes = sort_routes(expert_ids_TK, self.num_experts)
+        except (TypeError, ValueError) as error:
+            fault = error
+        notice = self._write_notice(x_TD, expert_ids_TK, weights_TK, routes)
+        notices = torch.empty_like(notice)
+        dist.all_to_all_single(notices, notice, group=self._group)
+        sent, received = torch.stack([notice, notices]).tolist()
+        self._raise_faults(fault, received)
+        assert routes is not None, "routes are missing only with a fault, which was raised"
+
+        share = len(self.local_experts)
+        wire = _connect(
+            self._group,
+            [sum(row[:share]) for row in sent],
+            [sum(row[:share]) for row in received],
+            notices[:, :share],
+        )
+        if torch.is_grad_enabled() and not (x_TD.requires_grad or weights_TK.requires_grad):
+            x_TD = x_TD.detach().requires_grad_()  # so that this rank's backward takes part
+        offsets_E = notices[:, :share].sum(0).cumsum(0).int()
+        return dispatch_rows(x_TD, weights_TK, routes.keep_rows(sum(wire.sent)), wire, offsets_E)
+
+    def combine(self, y_RD: Tensor, handle: object) -> Tensor:
+        """Bring the rows home and add up each token's: see `Dispatcher.combine`.
+
+        Nothing tells the other ranks of a fault found here: they wait until their time-out.
+
+        Raises:
+            ValueError: If `y_RD` does not have the shape of the dispatched rows.
+            TypeError: If `y_RD` does not have their dtype, or `handle` is not one.
+        """
+        return combine_rows(y_RD, handle)
+
+    def _write_notice(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, routes: Routes | None
+    ) -> Tensor:
+        """Return (ranks, L + 4), for each rank: row counts, fault, width, two dtypes."""
+        share = len(self.local_experts)
+        notice = torch.zeros(self._num_ranks, share + 4, dtype=torch.int64, device=x_TD.device)
+        if routes is None:
+            notice[:, share] = 1
+            return notice
+        counts_E = routes.offsets_E.diff(prepend=routes.offsets_E.new_zeros(1))
+        notice[:, :share] = counts_E.view(self._num_ranks, share)
+        notice[:, share] = has_unknown_ids(expert_ids_TK, self.num_experts)
+        notice[:, share + 1] = x_TD.shape[1]
+        notice[:, share + 2] = PAYLOAD_DTYPES.index(x_TD.dtype)
+        notice[:, share + 3] = WEIGHT_DTYPES.index(weights_TK.dtype)
+        return notice
+
+    def _raise_faults(self, fault: Exception | None, received: list[list[int]]) -> None:
+        """Raise on every rank if any has a fault, with this rank's own error where it has one."""
+        if fault is not None:
+            raise fault
+        share = len(self.local_experts)
+        faulty = [rank for rank, row in enumerate(received) if row[share]]
+        if dist.get_rank(self._group) in faulty:
+            raise unknown_ids_error(self.num_experts)
+        if faulty:
+            raise ValueError(
+                f"`dispatch` must get valid inputs on every rank of the group, but its rank(s) "
+                f"{faulty} refused theirs; read the error there. No rows were sent."
+            )
+        forms = [_describe_form(*row[share + 1 :]) for row in received]
+        if len(set(forms)) > 1:
+            listed = "; ".join(f"rank {rank}: {form}" for rank, form in enumerate(forms))
+            raise ValueError(
+                f"`x_TD` and `weights_TK` must have one width and dtype on every rank of the "
+                f"group, got {listed}."
+            )
+
+
+def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return `group` or the default group, of which this process is a member."""
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "`AllToAllDispatcher` needs a process group and there is no default group; call "
+                "`torch.distributed.init_process_group` first (run under torchrun), pass `group`, "
+                "or use `LocalDispatcher` in a single process."
+            )
+        return dist.group.WORLD  # pyright: ignore[reportReturnType] - set once initialised
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            "`group` must contain this process, got a group without it; make the dispatcher only "
+            "on the group's ranks."
+        )
+    return group
+
+
+def _connect(
+    group: dist.ProcessGroup, sent: list[int], received: list[int], counts_SL: Tensor
+) -> _AllToAll:
+    """Return the wire on which `counts_SL` rows arrive from each source for each local expert."""
+    num_sources, share = counts_SL.shape
+    expert_SL = torch.arange(share, device=counts_SL.device).repeat(num_sources)
+    expert_R = expert_SL.repeat_interleave(counts_SL.flatten(), output_size=sum(received))
+    arrival_R = expert_R.argsort(stable=True)  # rows of one expert stay in the order of sources
+    return _AllToAll(group, sent, received, arrival_R, arrival_R.argsort())
+
+
+def _describe_form(width: int, payload: int, weight: int) -> str:
+    return f"width {width}, {PAYLOAD_DTYPES[payload]}, weights {WEIGHT_DTYPES[weight]}"

@@ -1,0 +1,90 @@
+"""On GPUs: the CPU's result bitwise, no wait of the host, and NCCL."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from olmo_ep_comm import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from torch import Tensor
+
+NUM_EXPERTS = 8
+
+
+def make_inputs(rank: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    x_TD = torch.randn(num_tokens, 5, generator=generator).bfloat16()
+    ids = torch.randint(-1, NUM_EXPERTS, (num_tokens, 3), generator=generator)
+    return x_TD, ids, torch.rand(num_tokens, 3, generator=generator)
+
+
+def run_layer(dispatcher: Dispatcher, inputs: tuple[Tensor, ...], device: str) -> list[Tensor]:
+    x_TD, ids, weights_TK = (value.to(device) for value in inputs)
+    x_TD.requires_grad_()
+    weights_TK.requires_grad_()
+    torch.cuda.set_sync_debug_mode(
+        "error" if isinstance(dispatcher, LocalDispatcher) else "default"
+    )
+    try:
+        dispatched = dispatcher.dispatch(x_TD, ids, weights_TK)
+        y_RD = dispatched.rows_RD * dispatched.row_weights_R[:, None].bfloat16() * 3
+        y_TD = dispatcher.combine(y_RD, dispatched.handle)
+        y_TD.backward(y_TD.detach())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return [value.cpu() for value in (y_TD.detach(), x_TD.grad, weights_TK.grad)]
+
+
+@pytest.mark.gpu
+def test_gpu_equals_cpu_bitwise_and_the_host_never_waits():
+    dispatcher = LocalDispatcher(num_experts=NUM_EXPERTS)
+    for num_tokens in (0, 1, 1000):
+        inputs = make_inputs(0, num_tokens)
+        got, want = (run_layer(dispatcher, inputs, device) for device in ("cuda", "cpu"))
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
+        torch.testing.assert_close(got[2], want[2])  # its sum over D has another order
+
+
+@pytest.mark.gpu
+def test_rows_that_no_route_fills_are_left_past_the_last_end():
+    x_TD, ids, weights_TK = (value.cuda() for value in make_inputs(0, 40))
+    dispatched = LocalDispatcher(num_experts=NUM_EXPERTS).dispatch(x_TD, ids, weights_TK)
+    assert dispatched.rows_RD.shape[0] == ids.numel()
+    assert dispatched.offsets_E[-1] == (ids >= 0).sum()
+
+
+@pytest.mark.gpu
+def test_an_unknown_id_is_a_device_side_assertion():
+    """In a process of its own, since the assertion ends the use of the GPU."""
+    code = (
+        "import torch, olmo_ep_comm as o; d = o.LocalDispatcher(num_experts=2);"
+        "d.dispatch(*(v.cuda() for v in (torch.ones(1, 4), torch.tensor([[2]]), torch.ones(1, 1))));"
+        "torch.cuda.synchronize()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "`expert_ids_TK` must hold ids" in result.stderr
+
+
+def _run_on_nccl(rank: int, world: int) -> None:
+    torch.cuda.set_device(rank)
+    group = dist.new_group(backend="nccl", device_id=torch.device("cuda", rank))
+    try:
+        dispatcher = AllToAllDispatcher(num_experts=NUM_EXPERTS, group=group)
+        for tokens in ((1000, 300), (0, 7), (0, 0)):
+            parts = [make_inputs(other, tokens[other]) for other in range(world)]
+            whole = tuple(torch.cat(part) for part in zip(*parts, strict=True))
+            want = run_layer(LocalDispatcher(num_experts=NUM_EXPERTS), whole, "cuda")
+            got = run_layer(dispatcher, parts[rank], "cuda")
+            for value, reference in zip(got, want, strict=True):
+                assert torch.equal(value, reference.split(tokens)[rank])
+    finally:
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.dist
+@pytest.mark.multigpu
+def test_nccl_equals_one_process_bitwise(processes):
+    processes.run(_run_on_nccl, world=2)

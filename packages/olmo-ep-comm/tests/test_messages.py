@@ -1,0 +1,149 @@
+"""What a caller is told, before anything runs."""
+
+import pytest
+import torch
+from olmo_ep_comm import AllToAllDispatcher, LocalDispatcher, create_dispatcher
+
+X = torch.ones(3, 4)
+IDS = torch.zeros(3, 2, dtype=torch.int64)
+WEIGHTS = torch.ones(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("x", "ids", "weights", "error", "message"),
+    [
+        (X[0], IDS, WEIGHTS, ValueError, r"`x_TD` must have shape \(tokens, width\), got \(4,\)"),
+        (
+            X,
+            IDS[:2],
+            WEIGHTS,
+            ValueError,
+            r"`expert_ids_TK` must have shape \(3, K\).*got \(2, 2\)",
+        ),
+        (X, IDS[:, :0], WEIGHTS[:, :0], ValueError, r"K at least 1.*got \(3, 0\)"),
+        (X, IDS[:, 0], WEIGHTS, ValueError, r"`expert_ids_TK` must have shape.*got \(3,\)"),
+        (X, IDS, WEIGHTS[:, :1], ValueError, r"`weights_TK` must have the shape.*got \(3, 1\)"),
+        (X.half(), IDS, WEIGHTS, TypeError, "`x_TD` must be torch.float32 or .*got torch.float16"),
+        (X, IDS.float(), WEIGHTS, TypeError, "`expert_ids_TK` must be torch.int64 or torch.int32"),
+        (X, IDS, WEIGHTS.bfloat16(), TypeError, "`weights_TK` must be torch.float32 or"),
+        (
+            X,
+            IDS,
+            WEIGHTS.to("meta"),
+            ValueError,
+            "`weights_TK` must be on the device of `x_TD`, cpu",
+        ),
+        (X, IDS + 6, WEIGHTS, ValueError, r"ids in \[0, `num_experts`=6\), or -1"),
+        (X, IDS - 2, WEIGHTS, ValueError, r"ids in \[0, `num_experts`=6\), or -1"),
+    ],
+)
+def test_dispatch_refuses(x, ids, weights, error, message):
+    with pytest.raises(error, match=message):
+        LocalDispatcher(num_experts=6).dispatch(x, ids, weights)
+
+
+@pytest.mark.parametrize(
+    ("y", "error", "message"),
+    [
+        (torch.ones(5, 4), ValueError, r"shape \(6, 4\), got \(5, 4\)"),
+        (torch.ones(6, 3), ValueError, r"shape \(6, 4\), got \(6, 3\)"),
+        (torch.ones(6, 4).double(), TypeError, r"dtype of the dispatched rows, torch.float32, got"),
+    ],
+)
+def test_combine_refuses(y, error, message):
+    dispatcher = LocalDispatcher(num_experts=6)
+    handle = dispatcher.dispatch(X, IDS, WEIGHTS).handle
+    with pytest.raises(error, match=message):
+        dispatcher.combine(y, handle)
+
+
+def test_combine_refuses_what_is_no_handle():
+    with pytest.raises(TypeError, match="`handle` must come from `dispatch`, got NoneType"):
+        LocalDispatcher(num_experts=6).combine(torch.ones(6, 4), None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"backend": "a2a"},
+            ValueError,
+            '`backend` must be one of "local", "all_to_all", got \'a2a\'',
+        ),
+        (
+            {"backend": "local", "depth": 2, "align": 8},
+            TypeError,
+            "no options, got `align`, `depth`",
+        ),
+        ({"backend": "local", "group": object()}, ValueError, "`group` must be None"),
+        (
+            {"backend": "local", "num_experts": 0},
+            ValueError,
+            "`num_experts` must be at least 1, got 0",
+        ),
+        ({"backend": "all_to_all"}, RuntimeError, "there is no default group; call"),
+    ],
+)
+def test_create_refuses(arguments, error, message):
+    with pytest.raises(error, match=message):
+        create_dispatcher(**{"num_experts": 4, **arguments})
+
+
+def test_create_local():
+    dispatcher = create_dispatcher("local", num_experts=4)
+    assert isinstance(dispatcher, LocalDispatcher)
+    assert dispatcher.num_experts == 4
+
+
+def _refuse_the_layout(rank: int, world: int) -> None:
+    assert isinstance(create_dispatcher("all_to_all", num_experts=6), AllToAllDispatcher)
+    with pytest.raises(ValueError, match=r"`num_experts` must be a multiple .* 3, got 7"):
+        AllToAllDispatcher(num_experts=7)
+    pair = torch.distributed.new_group([0, 2])
+    if rank == 1:
+        with pytest.raises(ValueError, match="`group` must contain this process"):
+            AllToAllDispatcher(num_experts=4, group=pair)
+    else:
+        local = AllToAllDispatcher(num_experts=4, group=pair).local_experts
+        assert local == (range(0, 2) if rank == 0 else range(2, 4))
+
+
+@pytest.mark.dist
+def test_layouts_that_do_not_fit_are_refused(processes):
+    processes.run(_refuse_the_layout, world=3)
+
+
+def _meet_a_fault_of_rank_1(rank: int, world: int) -> list[str]:
+    """Every kind of fault on one rank alone: no rank may hang, and the group works afterwards."""
+    dispatcher = AllToAllDispatcher(num_experts=4)
+    faults = [
+        (X, IDS + 4, WEIGHTS),
+        (X, IDS - 2, WEIGHTS),
+        (X, IDS[:2], WEIGHTS),
+        (X.half(), IDS, WEIGHTS),
+        (X[:, :3], IDS, WEIGHTS),
+        (X.bfloat16(), IDS, WEIGHTS),
+        (X, IDS, WEIGHTS.double()),
+    ]
+    messages = []
+    for fault in faults:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            dispatcher.dispatch(*(fault if rank == 1 else (X, IDS, WEIGHTS)))
+        messages.append(str(caught.value))
+        dispatched = dispatcher.dispatch(X, IDS, WEIGHTS)
+        assert torch.equal(dispatcher.combine(dispatched.rows_RD, dispatched.handle), X + X)
+    return messages
+
+
+@pytest.mark.dist
+def test_a_fault_on_one_rank_is_raised_on_all(processes):
+    rank0, rank1 = processes.run(_meet_a_fault_of_rank_1, world=2, timeout=60)
+    for message in rank0[:4]:
+        assert "but its rank(s) [1] refused theirs" in message
+    assert ["an id outside" in message for message in rank1[:4]] == [True, True, False, False]
+    assert "`expert_ids_TK` must have shape (3, K)" in rank1[2]
+    assert "`x_TD` must be torch.float32" in rank1[3]
+    assert rank0[4:] == rank1[4:]
+    assert "rank 0: width 4, torch.float32, weights torch.float32; rank 1: width 3" in rank0[4]
+    assert "rank 1: width 4, torch.bfloat16" in rank0[5]
+    assert "rank 1: width 4, torch.float32, weights torch.float64" in rank0[6]

@@ -1,0 +1,68 @@
+"""The module: names, init, and that it is `swiglu_experts` with its own weights."""
+
+import pytest
+import torch
+from olmo_experts_gemm import Experts, grouped_mm, swiglu_experts
+
+
+def _rows(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(9, 8, generator=generator).to(dtype), torch.rand(9, generator=generator)
+
+
+def test_state_dict_holds_the_two_stacks():
+    experts = Experts(3, 8, 4)
+    shapes = {name: tuple(value.shape) for name, value in experts.state_dict().items()}
+    assert shapes == {"w_gate_up_E2HD": (3, 8, 8), "w_down_EDH": (3, 8, 4)}
+    other = Experts(3, 8, 4)
+    other.load_state_dict(experts.state_dict())
+    rows, weights = _rows()
+    offsets = torch.tensor([2, 2, 7], dtype=torch.int32)
+    assert torch.equal(
+        experts(rows, offsets, row_weights_R=weights), other(rows, offsets, row_weights_R=weights)
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"impl": "torch"}, {"matmul": grouped_mm}])
+def test_forward_is_the_function(options):
+    experts = Experts(3, 8, 4, **options)
+    rows, weights = _rows()
+    offsets = torch.tensor([2, 2, 7], dtype=torch.int32)
+    stacks = (experts.w_gate_up_E2HD, experts.w_down_EDH)
+    for row_weights in (None, weights):
+        got = experts(rows, offsets, row_weights_R=row_weights)
+        want = swiglu_experts(rows, *stacks, offsets, row_weights_R=row_weights, **options)
+        assert torch.equal(got, want)
+        gradients = torch.autograd.grad(got.sum(), stacks)
+        for a, b in zip(gradients, torch.autograd.grad(want.sum(), stacks), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_init_is_uniform_within_the_inner_width_and_repeatable():
+    experts = Experts(4, 64, 16, dtype=torch.float64)
+    for weight in experts.parameters():
+        bound = weight.shape[-1] ** -0.5
+        assert weight.abs().max() <= bound
+        assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
+        assert abs(weight.mean().item()) < 0.05 * bound
+    values = []
+    for seed in (1, 1, 2):
+        experts.reset_parameters(torch.Generator().manual_seed(seed))
+        values.append([weight.detach().clone() for weight in experts.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(values[0], values[1], strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(values[0], values[2], strict=True))
+
+
+def test_parameters_are_made_where_and_as_asked():
+    experts = Experts(2, 8, 4, device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in experts.parameters()} == {("meta", torch.bfloat16)}
+    experts = experts.to_empty(device="cpu")
+    experts.reset_parameters()
+    rows, _ = _rows(torch.bfloat16)
+    y = experts(rows, torch.tensor([4, 9], dtype=torch.int32))
+    assert y.dtype == torch.bfloat16
+    assert y.isfinite().all()
+
+
+def test_print_shows_the_sizes():
+    assert repr(Experts(3, 8, 4)) == "Experts(num_experts=3, d_model=8, d_hidden=4)"

@@ -1,0 +1,23 @@
+"""Exact MXFP8: quantise, dequantise, scaled products and layers, on any device."""
+
+from ._autograd import MXRecipe as MXRecipe
+from ._autograd import mx_grouped_mm as mx_grouped_mm
+from ._autograd import mx_linear as mx_linear
+from ._linear import MXLinear as MXLinear
+from ._matmul import scaled_grouped_mm as scaled_grouped_mm
+from ._matmul import scaled_mm as scaled_mm
+from ._quantize import dequantize as dequantize
+from ._quantize import quantize as quantize
+from ._tensor import MXTensor as MXTensor
+
+__all__ = [
+    "MXLinear",
+    "MXRecipe",
+    "MXTensor",
+    "dequantize",
+    "mx_grouped_mm",
+    "mx_linear",
+    "quantize",
+    "scaled_grouped_mm",
+    "scaled_mm",
+]

@@ -1,0 +1,73 @@
+"""The two element formats of MXFP8, and the choices that a caller can make.
+
+A finite element with sign `s`, exponent `e` and mantissa `m` of `M` bits is
+
+    (-1)^s * 2^e * (1 + m / 2^M)
+
+Below the smallest normal exponent the spacing stays `2^(min_exponent - M)`, down to zero. E4M3 has
+no infinity and one NaN; E5M2 has both. The largest value of either is `1.75 * 2^max_exponent`, so
+one rule finds the scale for both.
+
+Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3 and 6.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+Element = Literal["e4m3", "e5m2"]
+ScaleRule = Literal["rceil", "floor"]
+Granularity = Literal[32, 128]
+
+BLOCK = 32  # values that share one scale byte
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What the arithmetic needs to know of an element format."""
+
+    dtype: torch.dtype
+    mantissa_bits: int
+    min_exponent: int  # of the smallest normal number
+    max_exponent: int
+    max_code: int  # the largest finite number, without sign
+
+
+FORMATS: dict[Element, Format] = {
+    "e4m3": Format(torch.float8_e4m3fn, 3, min_exponent=-6, max_exponent=8, max_code=0x7E),
+    "e5m2": Format(torch.float8_e5m2, 2, min_exponent=-14, max_exponent=15, max_code=0x7B),
+}
+
+
+def check_element(name: str, element: str) -> None:
+    """Raise `ValueError` unless `element` names a format."""
+    if element not in FORMATS:
+        raise ValueError(f"`{name}` must be 'e4m3' or 'e5m2', got {element!r}.")
+
+
+def check_scaling(scale_rule: str, granularity: int) -> None:
+    """Raise `ValueError` unless both are among the choices."""
+    if scale_rule not in get_args(ScaleRule):
+        raise ValueError(f"`scale_rule` must be 'rceil' or 'floor', got {scale_rule!r}.")
+    if granularity not in get_args(Granularity):
+        raise ValueError(f"`granularity` must be 32 or 128, got {granularity!r}.")
+
+
+def check_source(name: str, tensor: torch.Tensor) -> None:
+    """Raise `TypeError` unless `tensor` can be quantised: every value of it is one of FP32."""
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"`{name}` must be float32, bfloat16 or float16, got {tensor.dtype}; "
+            f"the format is defined from FP32 values: call `.float()` first."
+        )
+
+
+def check_blocks(what: str, size: int, granularity: int) -> None:
+    """Raise `ValueError` unless `size` values divide into whole blocks."""
+    if size % granularity:
+        padded = -(-size // granularity) * granularity
+        raise ValueError(
+            f"{what} must be a multiple of {granularity} (`granularity`), got {size}; "
+            f"zero-pad it to {padded}, or keep this operand in high precision."
+        )

@@ -1,0 +1,64 @@
+"""`MXLinear`: `nn.Linear` whose products run on MXFP8 operands."""
+
+from typing import Self
+
+import torch
+from torch import nn
+
+from ._autograd import DEFAULT_RECIPE, MXRecipe, mx_linear
+from ._formats import check_blocks
+
+
+class MXLinear(nn.Linear):
+    """A drop-in for `nn.Linear` that multiplies in MXFP8.
+
+    The parameters are ordinary high-precision ones, with the names, shapes and initial values of
+    `nn.Linear`, and nothing else is in the state dict: checkpoints go both ways. Each forward
+    quantises the weight as it is now, so no optimizer step, load or edit can leave a stale copy.
+
+    Args:
+        in_features: Input width D, a multiple of the recipe's granularity.
+        out_features: Output width F, a multiple of it too, the contraction of the input gradient.
+        bias: Add a learned `(F,)`, in high precision, after the product is rounded.
+        recipe: How the operands are quantised.
+        device: Of the parameters.
+        dtype: Of the parameters: float32, bfloat16 or float16.
+
+    Raises:
+        ValueError: A width is not a multiple of the granularity.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        *,
+        recipe: MXRecipe = DEFAULT_RECIPE,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_blocks("`in_features`", in_features, recipe.granularity)
+        check_blocks("`out_features`", out_features, recipe.granularity)
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.recipe = recipe
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, recipe: MXRecipe = DEFAULT_RECIPE) -> Self:
+        """Return a layer that shares the parameters of `linear` (the same objects, not copies).
+
+        Raises:
+            ValueError: A width of `linear` is not a multiple of the granularity.
+        """
+        layer = cls(linear.in_features, linear.out_features, recipe=recipe, device="meta")
+        layer.weight, layer.bias = linear.weight, linear.bias
+        return layer.train(linear.training)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return `input @ weight.T + bias`, `(.., F)`, in the dtype of `input`, `(.., D)`."""
+        y = mx_linear(input, self.weight, recipe=self.recipe)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def extra_repr(self) -> str:
+        """Return what `nn.Linear` prints, and the recipe."""
+        return f"{super().extra_repr()}, recipe={self.recipe}"

@@ -1,0 +1,91 @@
+"""`quantize` and `dequantize`: between ordinary tensors and MXFP8."""
+
+import torch
+
+from . import reference
+from ._formats import (
+    BLOCK,
+    FORMATS,
+    Element,
+    Granularity,
+    ScaleRule,
+    check_blocks,
+    check_element,
+    check_scaling,
+    check_source,
+)
+from ._tensor import MXTensor
+
+
+def quantize(
+    x: torch.Tensor,
+    *,
+    dim: int = -1,
+    element: Element = "e4m3",
+    scale_rule: ScaleRule = "rceil",
+    granularity: Granularity = 32,
+) -> MXTensor:
+    """Quantise `x` to MXFP8 along `dim`, bit for bit the same on every device.
+
+    A finite block keeps every value within half a step of its element format: with `rceil` the
+    error is at most `max(|x| / 16, 2^-10 scale)` for E4M3 and `max(|x| / 8, 2^-17 scale)` for E5M2.
+    Zeros keep their sign. A block with a NaN or an infinity becomes 32 NaN (scale 255, codes 0), so
+    that neither can turn into an ordinary number. Blocks below the FP32 normals get scale 0 and are
+    rounded like any other.
+
+    Args:
+        x: float32, bfloat16 or float16, any shape of at least one dimension.
+        dim: The dimension along which values share a scale; a multiple of `granularity` long.
+            Use the contraction of the product that `x` goes into.
+        element: `"e4m3"` (largest 448, 4 significant bits) or `"e5m2"` (57344, 3 bits).
+        scale_rule: `"rceil"` takes the smallest scale with which the block fits; `"floor"`, the
+            rule of the OCP specification, can be one lower and saturates the top of such a block.
+        granularity: 32, or 128: four adjacent blocks share a scale, which is written four times.
+
+    Returns:
+        Codes and scale bytes, contiguous. They carry no gradient; `mx_linear` is differentiable.
+
+    Raises:
+        TypeError: `x` has another dtype (float64 does not fit the range of the scales).
+        ValueError: `dim`, the length of `dim` or an option is out of range.
+    """
+    check_source("x", x)
+    check_element("element", element)
+    check_scaling(scale_rule, granularity)
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(
+            f"`dim` must be in [{-x.ndim}, {x.ndim}) for `x` of shape {tuple(x.shape)}, got {dim}."
+        )
+    dim %= x.ndim
+    check_blocks(f"`x.shape[{dim}]`", x.shape[dim], granularity)
+
+    blocks = x.detach().float().contiguous()
+    blocks = blocks.unflatten(dim, (x.shape[dim] // granularity, granularity))
+    codes, scales = reference.quantize_blocks(blocks, dim, FORMATS[element], scale_rule)
+    data = codes.view(x.shape).view(FORMATS[element].dtype)
+    return MXTensor(data, scales.repeat_interleave(granularity // BLOCK, dim), dim, element)
+
+
+def dequantize(t: MXTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the values of `t`.
+
+    Exact in float64, and in float32 up to its largest number: beyond it (possible only with scale
+    bytes that `quantize` does not produce for finite input) they are infinite. bfloat16 and float16
+    are the float32 values rounded once, to nearest even.
+
+    Args:
+        t: Any `MXTensor`.
+        dtype: float32, bfloat16, float16 or float64.
+
+    Returns:
+        `dtype`, the shape of `t`, contiguous.
+
+    Raises:
+        TypeError: `dtype` is another one.
+    """
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise TypeError(f"`dtype` must be float32, bfloat16, float16 or float64, got {dtype}.")
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    blocks = t.data.unflatten(t.dim, (t.scales.shape[t.dim], BLOCK))
+    values = reference.dequantize_blocks(blocks, t.scales, t.dim, wide)
+    return values.flatten(t.dim, t.dim + 1).to(dtype)

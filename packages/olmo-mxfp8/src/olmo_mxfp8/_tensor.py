@@ -1,0 +1,67 @@
+"""The value that quantised code passes around: element codes and their scale bytes."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ._formats import BLOCK, FORMATS, Element, check_element
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MXTensor:
+    """A tensor in MXFP8: along `dim`, each run of 32 elements shares one power-of-two scale.
+
+    The value of an element is `data * 2^(scale - 127)`; a scale byte of 255 makes all of its 32
+    values NaN. It takes 33/32 bytes a value.
+
+    Args:
+        data: Element codes, `torch.float8_e4m3fn` or `torch.float8_e5m2`, any shape.
+        scales: `torch.uint8`, the shape of `data` with `dim` divided by 32.
+        dim: The dimension along which values share scales, in `[0, data.ndim)`.
+        element: The format of `data`, `"e4m3"` or `"e5m2"`.
+
+    Raises:
+        ValueError: `element`, `dim` or the shape of `scales` does not fit `data`.
+        TypeError: `data` or `scales` has another dtype.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    dim: int
+    element: Element
+
+    def __post_init__(self) -> None:
+        check_element("element", self.element)
+        expected = FORMATS[self.element].dtype
+        if self.data.dtype != expected:
+            raise TypeError(
+                f"`data` must be {expected} for element {self.element!r}, got {self.data.dtype}."
+            )
+        if self.scales.dtype != torch.uint8:
+            raise TypeError(
+                f"`scales` must be torch.uint8, got {self.scales.dtype}; "
+                f"call `.view(torch.uint8)` on a tensor of E8M0 scales."
+            )
+        if not 0 <= self.dim < self.data.ndim:
+            raise ValueError(f"`dim` must be in [0, {self.data.ndim}), got {self.dim}.")
+        shape = list(self.data.shape)
+        shape[self.dim], rest = divmod(shape[self.dim], BLOCK)
+        if rest or list(self.scales.shape) != shape:
+            raise ValueError(
+                f"`scales` must hold one byte for each {BLOCK} values along `dim`={self.dim} of "
+                f"`data` {tuple(self.data.shape)}, got {tuple(self.scales.shape)}."
+            )
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the values."""
+        return self.data.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes and scales live."""
+        return self.data.device
+
+    def to(self, device: torch.device | str) -> "MXTensor":
+        """Return the same values on `device`."""
+        return MXTensor(self.data.to(device), self.scales.to(device), self.dim, self.element)

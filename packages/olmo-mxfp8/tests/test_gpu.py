@@ -1,0 +1,54 @@
+"""The same bits on a GPU as on the CPU."""
+
+import pytest
+import torch
+from olmo_mxfp8 import MXRecipe, MXTensor, dequantize, mx_grouped_mm, quantize
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("rule", ["rceil", "floor"])
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_quantize_gives_the_same_bits(element, rule):
+    """Bit patterns of all kinds: a device that flushes subnormals or contracts sums would differ."""
+    bits = torch.randint(-(2**31), 2**31, (4096, 128), dtype=torch.int32)
+    bits[::2] &= -0x70000001  # and rows of small and subnormal numbers
+    x = torch.cat([bits.view(torch.float32), torch.randn(512, 128)])
+    t = quantize(x, element=element, scale_rule=rule)
+    on_gpu = quantize(x.cuda(), element=element, scale_rule=rule)
+    assert torch.equal(on_gpu.data.view(torch.uint8).cpu(), t.data.view(torch.uint8))
+    assert torch.equal(on_gpu.scales.cpu(), t.scales)
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_dequantize_gives_the_same_values(element, dtype):
+    fp8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[element]
+    codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1).view(fp8)
+    scales = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 8)
+    t = MXTensor(codes, scales, 1, element)
+    got, expected = dequantize(t.to("cuda"), dtype).cpu(), dequantize(t, dtype)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_small_integers_have_exact_products_and_gradients():
+    x, w, dy = (
+        torch.randint(-7, 8, shape, device="cuda").float()
+        for shape in ((70, 128), (3, 256, 128), (70, 256))
+    )
+    x[60:], dy[60:] = torch.nan, torch.nan
+    x.requires_grad_()
+    w.requires_grad_()
+    offsets_E = torch.tensor([37, 37, 60], dtype=torch.int32, device="cuda")
+    y = mx_grouped_mm(x, w, offsets_E, recipe=MXRecipe(grad_element="e5m2"))
+    dx, dw = torch.autograd.grad(y, (x, w), dy)
+    x, w, dy = x.detach().double(), w.detach().double(), dy.double()
+    a, b = slice(0, 37), slice(37, 60)
+    zeros = torch.zeros(10, 256, device="cuda")
+    assert torch.equal(y.double(), torch.cat([x[a] @ w[0].T, x[b] @ w[2].T, zeros]))
+    assert torch.equal(dx.double(), torch.cat([dy[a] @ w[0], dy[b] @ w[2], zeros[:, :128]]))
+    expected_dw = [dy[a].T @ x[a], torch.zeros_like(w[1]), dy[b].T @ x[b]]
+    assert torch.equal(dw.double(), torch.stack(expected_dw))

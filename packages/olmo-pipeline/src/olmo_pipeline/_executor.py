@@ -1,0 +1,229 @@
+"""Run a schedule: each rank performs its list of actions on its stages.
+
+A forward calls the stage function on a leaf tensor, keeps the output until the backward of the same
+microbatch, and hands a detached copy of it to the next stage. A backward of stage s computes
+
+    torch.autograd.backward([output, auxiliary], [gradient from stage s + 1, 1])
+
+(for the last stage `output` is the loss and its gradient 1), adds to the `.grad` of the parameters
+and hands the gradient of the leaf to stage s - 1. An auxiliary loss (balance, z-loss) thus acts in
+its own stage, wherever that is. The executor scales nothing: gradients are those of the plain sum
+over microbatches of loss and auxiliary losses, and add up over calls until the caller clears them.
+
+Tensors pass within a rank without communication and between ranks over one communicator per
+direction (gloo for CPU, NCCL for CUDA).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ._channels import Channel, open_channels
+from ._exchange import Exchange
+from ._messages import Rows, forward_rows, list_channels
+from ._pass import Pass
+from ._pass import PipelineResult as PipelineResult
+from ._pass import StageFunction as StageFunction
+from ._schedule import Schedule
+from ._validate import validate
+
+Shape = Sequence[int] | Callable[[Any], Sequence[int]]
+
+
+class PipelineExecutor:
+    """Performs one rank's part of a schedule.
+
+    All ranks of the pipeline build their executors together, and call `run` and `evaluate` in the
+    same order with the same microbatches. With one rank torch.distributed need not be initialised.
+
+    Args:
+        schedule: What to run, the same on every rank.
+        stages: The function of each stage that this rank holds, by global stage index. It is called
+            with the hidden input (None for stage 0, else a leaf tensor that requires grad in `run`)
+            and the microbatch, and returns the activation for the next stage (for the last stage
+            the scalar loss) and a scalar auxiliary loss or None.
+        group: The ranks of the pipeline in pipeline order; None for all processes. Several
+            pipelines (data replicas) may exist side by side.
+        device: Where activations live: CPU or this rank's CUDA device.
+        dtype: Floating type of activations and of their gradients between stages.
+        timeout: How long a send or receive may wait for its peer.
+
+    Raises:
+        ValueError: If the schedule is not valid, `stages` are not those of this rank, the group has
+            another size than the schedule, `device` is neither CPU nor CUDA, `dtype` is not a
+            floating type, or ranks bring different schedules.
+        RuntimeError: If several ranks are asked for and torch.distributed is not initialised.
+
+    Note:
+        A rank keeps the graph and output of a microbatch from its forward to its backward, what
+        `simulate(schedule).peak_live_per_rank` counts; a sent gradient until a later message proves
+        its arrival, at most to the end of the call; and receive buffers one message ahead.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, StageFunction],
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
+        validate(schedule)
+        self._schedule = schedule
+        self._device = torch.device(device)
+        self._dtype = dtype
+        self._failure: str | None = None
+        if self._device.type not in ("cpu", "cuda"):
+            raise ValueError(f"`device` must be a CPU or CUDA device, got {self._device}.")
+        if not dtype.is_floating_point:
+            raise ValueError(f"`dtype` must be a floating type, got {dtype}.")
+        self._rank = _rank_in(group, schedule.num_ranks)
+        self._stages = dict(stages)
+        held = schedule.stages_of(self._rank)
+        if tuple(sorted(self._stages)) != held:
+            raise ValueError(
+                f"`stages` of rank {self._rank} must be {list(held)}, got {sorted(self._stages)}."
+            )
+        self._channels: dict[tuple[int, int], Channel] = {}
+        if schedule.num_ranks > 1:
+            self._channels = open_channels(
+                list_channels(schedule.rank_of_stage),
+                group=group,
+                agreement=f"{schedule}dtype: {dtype}",
+                device=self._device,
+                timeout=timeout,
+            )
+
+    def run(self, microbatches: Sequence[Any], *, activation_shape: Shape) -> PipelineResult:
+        """Forward and backward of one batch; gradients are added to `.grad`.
+
+        Args:
+            microbatches: `schedule.num_microbatches` objects of any kind, the same on every rank.
+            activation_shape: Shape of the activations between stages: one for all microbatches, or
+                a function of the microbatch. It may differ from call to call.
+
+        Returns:
+            The losses (on the rank of the last stage) and auxiliary losses of this rank, detached.
+
+        Raises:
+            ValueError: If the number of microbatches is not the schedule's.
+            RuntimeError: If an action fails (the message names it), or one has failed before.
+        """
+        if len(microbatches) != self._schedule.num_microbatches:
+            raise ValueError(
+                f"`microbatches` must hold {self._schedule.num_microbatches}, as many as the "
+                f"schedule has, got {len(microbatches)}."
+            )
+        work = self._new_pass(microbatches, activation_shape, training=True)
+        with torch.enable_grad():
+            self._perform(work, self._schedule.actions, microbatches, activation_shape)
+        return work.result()
+
+    def evaluate(self, microbatches: Sequence[Any], *, activation_shape: Shape) -> PipelineResult:
+        """Forward only, without gradients; stage functions get inputs that do not require grad.
+
+        Args:
+            microbatches: Any number of objects, the same on every rank.
+            activation_shape: As for `run`.
+
+        Returns:
+            The losses (on the rank of the last stage) and auxiliary losses of this rank.
+
+        Raises:
+            RuntimeError: If an action fails (the message names it), or one has failed before.
+        """
+        work = self._new_pass(microbatches, activation_shape, training=False)
+        num_ranks = self._schedule.num_ranks
+        with torch.no_grad():
+            # Nothing comes back that would prove an arrival, so each round waits for its own sends.
+            for first in range(0, len(microbatches), num_ranks):
+                indices = range(first, min(first + num_ranks, len(microbatches)))
+                rows = forward_rows(self._schedule.rank_of_stage, num_ranks, indices)
+                self._perform(work, rows, microbatches, activation_shape)
+        return work.result()
+
+    def close(self) -> None:
+        """End the communicators after what is under way; a later `run` or `evaluate` raises."""
+        self._failure = self._failure or "it was closed"
+        for channel in self._channels.values():
+            channel.close()
+        self._channels = {}
+
+    def _new_pass(
+        self, microbatches: Sequence[Any], activation_shape: Shape, *, training: bool
+    ) -> Pass:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"this executor cannot run any more, {self._failure}; "
+                f"build a new one on every rank."
+            )
+        return Pass(
+            self._schedule,
+            self._stages,
+            microbatches,
+            lambda microbatch: _shape(activation_shape, microbatch),
+            self._dtype,
+            training=training,
+        )
+
+    def _perform(
+        self, work: Pass, rows: Rows, microbatches: Sequence[Any], activation_shape: Shape
+    ) -> None:
+        exchange = Exchange(
+            self._channels,
+            rows,
+            self._schedule.rank_of_stage,
+            rank=self._rank,
+            allocate=lambda index: torch.empty(
+                _shape(activation_shape, microbatches[index]),
+                device=self._device,
+                dtype=self._dtype,
+            ),
+        )
+        doing = "before its first action"
+        try:
+            exchange.post_first()
+            for position, action in enumerate(rows[self._rank]):
+                doing = (
+                    f"at {action}, the {action.kind} of stage {action.stage} on microbatch "
+                    f"{action.microbatch}"
+                )
+                work.perform(exchange, position, action)
+            doing = "at the end, in waiting for its sends"
+            exchange.finish()
+        except BaseException as error:
+            self._failure = f"rank {self._rank} failed {doing}"
+            for channel in self._channels.values():
+                channel.abort()
+            self._channels = {}
+            if not isinstance(error, Exception):
+                raise
+            raise RuntimeError(f"pipeline rank {self._rank} failed {doing}: {error}") from error
+
+
+def _shape(activation_shape: Shape, microbatch: Any) -> tuple[int, ...]:
+    given = activation_shape(microbatch) if callable(activation_shape) else activation_shape
+    return tuple(given)
+
+
+def _rank_in(group: dist.ProcessGroup | None, num_ranks: int) -> int:
+    if not (dist.is_available() and dist.is_initialized()):
+        if num_ranks > 1:
+            raise RuntimeError(
+                f"a schedule of {num_ranks} ranks needs torch.distributed; call "
+                f"`torch.distributed.init_process_group` first."
+            )
+        return 0
+    if group is None and num_ranks == 1:
+        return 0
+    size = dist.get_world_size(group)
+    if size != num_ranks:
+        raise ValueError(
+            f"`group` must have {num_ranks} ranks, as many as the schedule has, got {size}."
+        )
+    return dist.get_rank(group)

@@ -1,0 +1,194 @@
+"""A pipeline schedule as plain data: for every rank, the list of actions it performs, in order.
+
+The model is cut into `num_stages` consecutive stages; stage `s` lives on rank `rank_of_stage[s]`,
+and a rank may hold several (its *chunks*). A batch is cut into microbatches. One action is the
+forward or the backward of one stage on one microbatch, written `F2.5` or `B2.5` (stage 2,
+microbatch 5). Data flows
+
+    F0.i -> F1.i -> ... -> F(S-1).i -> B(S-1).i -> ... -> B1.i -> B0.i
+
+and everything else about a pipeline (who sends what to whom, when memory is free, how long it
+takes) follows from the lists. So the lists are all that a schedule is: print it, edit it, save it
+as text.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["forward", "backward"]
+_LETTER: dict[str, str] = {"forward": "F", "backward": "B"}
+_KIND: dict[str, Kind] = {"F": "forward", "B": "backward"}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """The forward or backward of one stage on one microbatch.
+
+    Args:
+        kind: `"forward"` or `"backward"` (the whole backward: input and weight gradients).
+        stage: Global stage index, in [0, num_stages).
+        microbatch: Index in the batch, in [0, num_microbatches).
+
+    Raises:
+        ValueError: If `kind` is another word or an index is negative.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in _LETTER:
+            raise ValueError(f'`kind` must be "forward" or "backward", got {self.kind!r}.')
+        if self.stage < 0 or self.microbatch < 0:
+            raise ValueError(
+                f"`stage` and `microbatch` must not be negative, got {self.stage} and "
+                f"{self.microbatch}."
+            )
+
+    def __str__(self) -> str:
+        return f"{_LETTER[self.kind]}{self.stage}.{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """Read the short form, such as `F2.5`.
+
+        Raises:
+            ValueError: If `text` is not `F` or `B`, a stage, a dot and a microbatch.
+        """
+        match = re.fullmatch(r"([FB])(\d+)\.(\d+)", text, re.ASCII)
+        if match is None:
+            raise ValueError(f"an action must read like `F2.5` or `B2.5`, got {text!r}.")
+        return cls(_KIND[match[1]], int(match[2]), int(match[3]))
+
+
+def source_of(action: Action, num_stages: int) -> Action | None:
+    """Return the action whose output `action` takes in, or None where the pipeline begins.
+
+    A backward of the last stage takes in no gradient: it begins with the loss of its own forward.
+    """
+    stage = action.stage + (-1 if action.kind == "forward" else 1)
+    return Action(action.kind, stage, action.microbatch) if 0 <= stage < num_stages else None
+
+
+def needs_of(action: Action, num_stages: int) -> Iterator[Action]:
+    """Yield the actions that must have ended before `action` begins."""
+    if action.kind == "backward":
+        yield Action("forward", action.stage, action.microbatch)
+    source = source_of(action, num_stages)
+    if source is not None:
+        yield source
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The actions of every rank, in order.
+
+    Building one checks its form only. `validate` proves that it can run.
+
+    Args:
+        num_ranks: Ranks of the pipeline, at least 1.
+        num_stages: Stages over all ranks, at least 1.
+        num_microbatches: Microbatches of one run, at least 1.
+        actions: One tuple of actions per rank.
+        rank_of_stage: The rank that holds each stage, `num_stages` entries in [0, num_ranks).
+        name: What to call it, one line.
+
+    Raises:
+        ValueError: If a size is below 1, a tuple has another length, a stage lies on no rank, or
+            the name has a line break or blanks around it.
+    """
+
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
+    actions: tuple[tuple[Action, ...], ...]
+    rank_of_stage: tuple[int, ...]
+    name: str
+
+    def __post_init__(self) -> None:
+        for size in ("num_ranks", "num_stages", "num_microbatches"):
+            if getattr(self, size) < 1:
+                raise ValueError(f"`{size}` must be at least 1, got {getattr(self, size)}.")
+        if len(self.actions) != self.num_ranks:
+            raise ValueError(
+                f"`actions` must hold one tuple per rank ({self.num_ranks}), got "
+                f"{len(self.actions)}."
+            )
+        if len(self.rank_of_stage) != self.num_stages:
+            raise ValueError(
+                f"`rank_of_stage` must hold one rank per stage ({self.num_stages}), got "
+                f"{len(self.rank_of_stage)}."
+            )
+        for stage, rank in enumerate(self.rank_of_stage):
+            if not 0 <= rank < self.num_ranks:
+                raise ValueError(
+                    f"`rank_of_stage` must be in [0, {self.num_ranks}), got {rank} for stage "
+                    f"{stage}."
+                )
+        if self.name != self.name.strip() or len(self.name.splitlines()) > 1:
+            raise ValueError(
+                f"`name` must be one line without blanks around it, got {self.name!r}."
+            )
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that `rank` holds, ascending.
+
+        Raises:
+            ValueError: If `rank` is not in [0, num_ranks).
+        """
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"`rank` must be in [0, {self.num_ranks}), got {rank}.")
+        return tuple(stage for stage, holder in enumerate(self.rank_of_stage) if holder == rank)
+
+    def to_text(self) -> str:
+        """Return the schedule as text that a person can read and `from_text` takes back."""
+        lines = [
+            f"name: {self.name}",
+            f"microbatches: {self.num_microbatches}",
+            f"rank of stage: {' '.join(map(str, self.rank_of_stage))}",
+        ]
+        for rank, actions in enumerate(self.actions):
+            lines.append(f"rank {rank}: {' '.join(map(str, actions))}")
+        return "\n".join(line.rstrip() for line in lines) + "\n"
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    @classmethod
+    def from_text(cls, text: str) -> "Schedule":
+        """Read what `to_text` wrote. Blank lines are skipped.
+
+        Raises:
+            ValueError: If a line is missing, unknown or out of place, or an action cannot be read.
+        """
+        lines = [line for line in text.splitlines() if line.strip()]
+        wanted = ["name", "microbatches", "rank of stage"]
+        wanted += [f"rank {rank}" for rank in range(max(1, len(lines) - len(wanted)))]
+        values: list[str] = []
+        for number, key in enumerate(wanted):
+            line = lines[number] if number < len(lines) else ""
+            found, colon, value = line.partition(":")
+            if found.strip() != key or not colon:
+                raise ValueError(
+                    f"line {number + 1} of a schedule must begin with `{key}:`, got {line!r}."
+                )
+            values.append(value.strip())
+        name, microbatches, rank_of_stage, *ranks = values
+        holders = tuple(_integer(word, "rank of stage") for word in rank_of_stage.split())
+        return cls(
+            num_ranks=len(ranks),
+            num_stages=len(holders),
+            num_microbatches=_integer(microbatches, "microbatches"),
+            actions=tuple(tuple(map(Action.parse, words.split())) for words in ranks),
+            rank_of_stage=holders,
+            name=name,
+        )
+
+
+def _integer(word: str, key: str) -> int:
+    if not re.fullmatch(r"\d+", word, re.ASCII):
+        raise ValueError(f"`{key}` of a schedule must be whole numbers, got {word!r}.")
+    return int(word)

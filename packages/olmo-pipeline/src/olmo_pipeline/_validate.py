@@ -1,0 +1,152 @@
+"""Prove that a schedule can run: each action once, in place and order, without deadlock.
+
+Two ways of sending are checked, because a schedule can be right under one and hang under the other.
+
+`"eager"` is what `PipelineExecutor` does. A send is posted and the rank goes on; each ordered pair
+of ranks has its own channel, and the receiver posts its receives in the order of the sender's
+sends. No message can then stand in the way of another one, so the schedule deadlocks only if the
+actions wait for each other in a circle.
+
+`"blocking"` is a runtime without room for messages under way (a rendezvous). After an action a rank
+offers its output and asks for the input of its next action, both at once (`batch_isend_irecv`), and
+goes on only when both have been exchanged. Plain 1F1B passes. An interleaved schedule can fail: a
+rank offers an activation that its neighbour uses only after several other actions.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from ._schedule import Action, Schedule, needs_of, source_of
+
+
+def validate(schedule: Schedule, *, sends: Literal["eager", "blocking"] = "eager") -> None:
+    """Raise unless every rank can perform its actions to the end.
+
+    Args:
+        schedule: Any schedule, from a builder or from hand-written text.
+        sends: How a runtime sends; see the module's text. `"eager"` is the executor's way.
+
+    Raises:
+        ValueError: If an action is unknown, stands on a rank that does not hold its stage, appears
+            twice, is missing, or stands before one of the same rank that it needs; or if the ranks
+            wait for each other. The message names rank and action.
+    """
+    if sends not in ("eager", "blocking"):
+        raise ValueError(f'`sends` must be "eager" or "blocking", got {sends!r}.')
+    _check_places(schedule)
+    _check_order(schedule)
+    for _ in replay(schedule):
+        pass
+    if sends == "blocking":
+        _check_rendezvous(schedule)
+
+
+def replay(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    """Yield (rank, action) in an order in which every action's needs come before it.
+
+    Raises:
+        ValueError: If no rank can go on although actions are left.
+    """
+    done: set[Action] = set()
+    positions = [0] * schedule.num_ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.actions):
+            while positions[rank] < len(actions):
+                action = actions[positions[rank]]
+                if any(need not in done for need in needs_of(action, schedule.num_stages)):
+                    break
+                done.add(action)
+                positions[rank] += 1
+                moved = True
+                yield rank, action
+    waits = []
+    for rank, position in enumerate(positions):
+        if position < len(schedule.actions[rank]):
+            action = schedule.actions[rank][position]
+            missing = [n for n in needs_of(action, schedule.num_stages) if n not in done]
+            waits.append(f"rank {rank} waits at {action} for {missing[0]}")
+    if waits:
+        raise ValueError(f"the schedule deadlocks: {'; '.join(waits)}.")
+
+
+def _check_places(schedule: Schedule) -> None:
+    seen: set[Action] = set()
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if action.stage >= schedule.num_stages:
+                raise ValueError(
+                    f"rank {rank}: {action} names stage {action.stage} of {schedule.num_stages}."
+                )
+            if action.microbatch >= schedule.num_microbatches:
+                raise ValueError(
+                    f"rank {rank}: {action} names microbatch {action.microbatch} of "
+                    f"{schedule.num_microbatches}."
+                )
+            holder = schedule.rank_of_stage[action.stage]
+            if False:
+                raise ValueError(
+                    f"rank {rank}: {action} must stand on rank {holder}, which holds stage "
+                    f"{action.stage}."
+                )
+            if action in seen:
+                raise ValueError(f"rank {rank}: {action} must stand there once, got it twice.")
+            seen.add(action)
+    for stage, rank in enumerate(schedule.rank_of_stage):
+        for microbatch in range(schedule.num_microbatches):
+            for kind in ("forward", "backward"):
+                action = Action(kind, stage, microbatch)
+                if action not in seen:
+                    raise ValueError(f"rank {rank}: {action} is missing.")
+
+
+def _check_order(schedule: Schedule) -> None:
+    for rank, actions in enumerate(schedule.actions):
+        before: set[Action] = set()
+        for action in actions:
+            for need in needs_of(action, schedule.num_stages):
+                if schedule.rank_of_stage[need.stage] == rank and need not in before:
+                    raise ValueError(f"rank {rank}: {action} stands before {need}, which it needs.")
+            before.add(action)
+
+
+def _check_rendezvous(schedule: Schedule) -> None:
+    """Replay with messages that pass only when the receiver's next action takes them."""
+    positions = [0] * schedule.num_ranks
+    offered: dict[Action, int] = {}  # who takes a message that still waits -> the rank offering it
+    taken: set[Action] = set()  # consumers whose message has arrived
+    consumers = {source_of(a, schedule.num_stages): a for row in schedule.actions for a in row}
+
+    def next_action(rank: int) -> Action | None:
+        row = schedule.actions[rank]
+        return row[positions[rank]] if positions[rank] < len(row) else None
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(schedule.num_ranks):
+            action = next_action(rank)
+            if action is None:
+                continue
+            source = source_of(action, schedule.num_stages)
+            remote = source is not None and schedule.rank_of_stage[source.stage] != rank
+            if remote and action in offered:
+                del offered[action]
+                taken.add(action)
+                moved = True
+            if rank in offered.values() or (remote and action not in taken):
+                continue
+            positions[rank] += 1
+            moved = True
+            consumer = consumers.get(action)
+            if consumer is not None and schedule.rank_of_stage[consumer.stage] != rank:
+                offered[consumer] = rank
+    stuck = [
+        f"rank {rank} waits to send for {consumer}, "
+        f"rank {schedule.rank_of_stage[consumer.stage]} is at "
+        f"{next_action(schedule.rank_of_stage[consumer.stage])}"
+        for consumer, rank in sorted(offered.items(), key=lambda item: item[1])
+    ]
+    if stuck:
+        raise ValueError(f"the schedule deadlocks under blocking sends: {'; '.join(stuck)}.")

@@ -1,0 +1,72 @@
+"""What each rank of `test_executor_nccl.py` runs: torchrun --nproc-per-node 2 nccl_ranks.py."""
+
+import os
+import threading
+
+import torch
+import torch.distributed as dist
+from olmo_pipeline import PipelineExecutor, interleaved_one_f_one_b
+
+F64 = torch.float64
+WIDTH = 256
+
+
+def _stage(weight, is_last):
+    def call(hidden, microbatch):
+        hidden = microbatch.to(weight.device) if hidden is None else hidden
+        change = torch.tanh(hidden @ weight)
+        output = hidden + change
+        return (output**2).sum() if is_last else output, (change**2).sum()
+
+    return call
+
+
+def _check(rank, world, num_chunks, num_microbatches):
+    schedule = interleaved_one_f_one_b(world, num_microbatches, num_chunks)
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda n: torch.randn(n, WIDTH, generator=generator, dtype=F64) / 16  # noqa: E731
+    values = [draw(WIDTH) for _ in range(schedule.num_stages)]
+    # Up to 8 MB a message, far beyond what NCCL could keep under way; one without elements.
+    batch = [draw((i * 1361) % 4096).cuda() for i in range(num_microbatches)]
+    weights = {s: values[s].cuda().requires_grad_() for s in schedule.stages_of(rank)}
+    last = schedule.num_stages - 1
+    stages = {s: _stage(weight, s == last) for s, weight in weights.items()}
+    executor = PipelineExecutor(schedule, stages, device="cuda", dtype=F64)
+    executor.evaluate(batch, activation_shape=lambda x: x.shape)
+    executor.run(batch, activation_shape=lambda x: x.shape)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # a run never waits for the device
+    result = executor.run(batch, activation_shape=lambda x: x.shape)
+    torch.cuda.set_sync_debug_mode("default")
+    executor.close()  # what the run has issued still ends
+
+    copies = [value.cuda().requires_grad_() for value in values]
+    for index, microbatch in enumerate(batch):
+        hidden, total = microbatch, torch.zeros((), device="cuda", dtype=F64)
+        for stage, weight in enumerate(copies):
+            hidden, auxiliary = _stage(weight, stage == last)(hidden, microbatch)
+            total = total + auxiliary
+        (hidden + total).backward()
+        if rank == schedule.rank_of_stage[last]:
+            torch.testing.assert_close(result.losses[index], hidden.detach())
+    for stage, weight in weights.items():
+        torch.testing.assert_close(weight.grad, 2 * copies[stage].grad, rtol=1e-9, atol=1e-9)
+
+
+def main():
+    """Compare every schedule with one process."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank)
+    watchdog = threading.Timer(240, os._exit, [3])
+    watchdog.daemon = True
+    watchdog.start()
+    dist.init_process_group("nccl")
+    for num_chunks in (1, 2, 3):
+        for num_microbatches in (1, 3, 8):
+            _check(rank, world, num_chunks, num_microbatches)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from olmo_pipeline import interleaved_one_f_one_b, one_f_one_b, validate
+
+
+def _plant(schedule, row, actions):
+    rows = list(schedule.actions)
+    rows[row] = tuple(actions)
+    return dataclasses.replace(schedule, actions=tuple(rows))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_every_legal_order_validates(any_schedule, data):
+    validate(data.draw(any_schedule))
+
+
+@st.composite
+def _standard(draw):
+    sizes = draw(st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3)))
+    return interleaved_one_f_one_b(*sizes)
+
+
+@settings(deadline=None, max_examples=30)
+@given(_standard(), st.data())
+def test_a_missing_or_doubled_action_is_caught(schedule, data):
+    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
+    row = schedule.actions[rank]
+    position = data.draw(st.integers(0, len(row) - 1))
+    action = row[position]
+    with pytest.raises(ValueError, match=rf"^rank {rank}: {action} is missing\.$"):
+        validate(_plant(schedule, rank, row[:position] + row[position + 1 :]))
+    with pytest.raises(ValueError, match=rf"^rank {rank}: {action} must stand there once, got it"):
+        validate(_plant(schedule, rank, (*row, action)))
+    replaced = (*row[:position], row[position - 1], *row[position + 1 :])
+    with pytest.raises(ValueError, match=rf"rank {rank}: .* must stand there once"):
+        validate(_plant(schedule, rank, replaced))
+
+
+@settings(deadline=None, max_examples=30)
+@given(_standard(), st.data())
+def test_an_action_on_another_rank_is_caught(schedule, data):
+    stage = data.draw(st.integers(0, schedule.num_stages - 1))
+    rank = schedule.rank_of_stage[stage]
+    other = data.draw(st.integers(0, schedule.num_ranks - 1))
+    action = data.draw(st.sampled_from(schedule.actions[rank]))
+    moved = _plant(schedule, rank, [a for a in schedule.actions[rank] if a != action])
+    moved = _plant(moved, other, (*moved.actions[other], action))
+    if other != rank:
+        message = rf"^rank {other}: {action} must stand on rank {rank}, which holds stage"
+        with pytest.raises(ValueError, match=message):
+            validate(moved)
+
+
+@settings(deadline=None, max_examples=30)
+@given(_standard(), st.data())
+def test_a_backward_before_its_forward_is_caught(schedule, data):
+    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
+    row = list(schedule.actions[rank])
+    forward = data.draw(st.sampled_from([a for a in row if a.kind == "forward"]))
+    backward = dataclasses.replace(forward, kind="backward")
+    i, j = row.index(forward), row.index(backward)
+    row[i], row[j] = backward, forward
+    with pytest.raises(ValueError, match=rf"^rank {rank}: \S+ stands before \S+, which it needs"):
+        validate(_plant(schedule, rank, row))
+
+
+def test_chunks_of_one_rank_keep_their_order(parse_rows):
+    with pytest.raises(ValueError, match=r"^rank 0: F1.0 stands before F0.0, which it needs\.$"):
+        validate(parse_rows((0, 0), 1, "F1.0 F0.0 B1.0 B0.0"))
+    with pytest.raises(ValueError, match=r"^rank 0: B0.0 stands before B1.0, which it needs\.$"):
+        validate(parse_rows((0, 0), 1, "F0.0 F1.0 B0.0 B1.0"))
+
+
+def test_unknown_stage_and_microbatch(parse_rows):
+    with pytest.raises(ValueError, match=r"^rank 0: F1.0 names stage 1 of 1\.$"):
+        validate(parse_rows((0,), 1, "F0.0 B0.0 F1.0"))
+    with pytest.raises(ValueError, match=r"^rank 0: F0.1 names microbatch 1 of 1\.$"):
+        validate(parse_rows((0,), 1, "F0.0 B0.0 F0.1"))
+
+
+def test_ranks_that_wait_for_each_other(parse_rows):
+    # Each rank's own order is legal; rank 0 wants the gradient of microbatch 0 before it sends 1,
+    # rank 1 wants both activations first.
+    schedule = parse_rows((0, 1), 2, "F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1")
+    message = r"deadlocks: rank 0 waits at B0.0 for B1.0; rank 1 waits at F1.1 for F0.1\.$"
+    with pytest.raises(ValueError, match=message):
+        validate(schedule)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4, 9])
+def test_1f1b_needs_no_room_for_messages(num_ranks, num_microbatches):
+    validate(one_f_one_b(num_ranks, num_microbatches), sends="blocking")
+
+
+def test_an_order_that_only_eager_sends_can_run(parse_rows):
+    # All sends of rank 0 come before rank 1 uses the first, and rank 1 uses them in reverse.
+    crossed = parse_rows((0, 1), 2, "F0.0 F0.1 B0.1 B0.0", "F1.1 B1.1 F1.0 B1.0")
+    validate(crossed)
+    message = r"blocking sends: rank 0 waits to send for F1.0, rank 1 is at F1.1\.$"
+    with pytest.raises(ValueError, match=message):
+        validate(crossed, sends="blocking")
+
+
+def test_interleaved_needs_room_for_messages():
+    validate(interleaved_one_f_one_b(4, 4, 2), sends="eager")
+    with pytest.raises(
+        ValueError, match="deadlocks under blocking sends: rank 0 waits to send for"
+    ):
+        validate(interleaved_one_f_one_b(2, 4, 2), sends="blocking")
+
+
+def test_unknown_way_of_sending():
+    with pytest.raises(
+        ValueError, match=r'`sends` must be "eager" or "blocking", got \'rendezvous'
+    ):
+        validate(one_f_one_b(1, 1), sends="rendezvous")

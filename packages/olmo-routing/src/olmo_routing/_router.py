@@ -1,0 +1,212 @@
+"""The router of one layer: a linear gate, and the routing of its logits.
+
+    z_t = W x_t,   routing = route(z)
+
+computed in float32 whatever the precision of the model: a gate decides by differences between
+logits that bfloat16 cannot hold. Shapes: T tokens, K experts a token, E experts, D model width.
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ._checks import check_expert_ids, check_mask, check_matrix, check_positive
+from ._route import Gate, GateOptions, Routing, compute_routing
+from ._selection_bias import SelectionBias
+
+Force = Literal["uniform", "random"]
+
+
+class Router(nn.Module):
+    """Route tokens by a linear gate.
+
+    Args:
+        d_model: D, the width of a token.
+        num_experts: E.
+        top_k: K, experts a token.
+        gate: as in `route`; so are the next four.
+        renormalize: see `route`.
+        route_scale: see `route`.
+        num_groups: see `route`.
+        topk_groups: see `route`.
+        selection_bias: added to the scores for the selection; becomes a submodule. Its `update` is
+            the caller's to call.
+        jitter: in training, every input element is multiplied by a random number from
+            [1 - jitter, 1 + jitter]; in [0, 1).
+        device: of the weight.
+        dtype: of the weight.
+
+    Attributes:
+        weight_ED: the gate's weight, at first uniform in +-1/sqrt(D) as that of `nn.Linear`.
+
+    Raises:
+        TypeError: a size is not an int.
+        ValueError: an argument is out of range, or the bias is of another number of experts.
+
+    Note:
+        Backward keeps a float32 copy of the input, 4 T D bytes. On NVIDIA GPUs float32 means what
+        `torch.set_float32_matmul_precision` says; "highest", torch's default, is true float32.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        gate: Gate = "softmax",
+        renormalize: bool = True,
+        route_scale: float = 1.0,
+        num_groups: int = 1,
+        topk_groups: int = 1,
+        selection_bias: SelectionBias | None = None,
+        jitter: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_positive("d_model", d_model)
+        self.options = GateOptions(
+            num_experts=num_experts,
+            top_k=top_k,
+            gate=gate,
+            renormalize=renormalize,
+            route_scale=route_scale,
+            num_groups=num_groups,
+            topk_groups=topk_groups,
+        )
+        if selection_bias is not None and selection_bias.bias_E.numel() != num_experts:
+            raise ValueError(
+                f"`selection_bias` must be of `num_experts`={num_experts} experts, "
+                f"got {selection_bias.bias_E.numel()}."
+            )
+        if not 0 <= jitter < 1:
+            raise ValueError(f"`jitter` must be in [0, 1), got {jitter}.")
+        self.jitter = jitter
+        self.selection_bias = selection_bias
+        self.weight_ED = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew; leave the selection bias as it is."""
+        bound = self.weight_ED.shape[1] ** -0.5
+        nn.init.uniform_(self.weight_ED, -bound, bound)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        *,
+        mask_T: Tensor | None = None,
+        expert_ids_TK: Tensor | None = None,
+        force: Force | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Routing:
+        """Route every token.
+
+        Args:
+            x_TD: the tokens, any floating dtype.
+            mask_T: bool, False = padding: routed nowhere, counted nowhere; it may hold anything,
+                NaN included, and adds nothing to the weight's gradient.
+            expert_ids_TK: int64, the `expert_ids_TK` that an earlier forward of these same tokens
+                returned. They are used as they are; weights, scores and gradients are computed
+                anew. Give them to a recomputed forward (activation checkpointing): rounding could
+                otherwise flip a near tie and send a token elsewhere than in the first one.
+            force: for benchmarks, ignore what the gate would choose. "uniform" gives the real
+                tokens' routes to the experts in turn, so that counts differ by at most 1; "random"
+                draws K distinct experts a token. The weights are those that the gate gives to the
+                forced experts.
+            generator: source of the jitter and of "random"; None = torch's default one, which
+                activation checkpointing restores for a recomputed forward.
+
+        Returns:
+            The `Routing`; float32, or float64 when the input or the weight is.
+
+        Raises:
+            TypeError: a dtype is not as above.
+            ValueError: a shape, range or device is not as above, or both `expert_ids_TK` and
+                `force` are given.
+        """
+        self._check(x_TD, mask_T, expert_ids_TK, force)
+        with torch.autocast(x_TD.device.type, enabled=False):
+            logits_TE = self._logits(x_TD, mask_T, generator)
+            if force is not None:
+                expert_ids_TK = _forced_experts(logits_TE, self.options, force, mask_T, generator)
+            bias_E = None if self.selection_bias is None else self.selection_bias.bias_E
+            return compute_routing(
+                logits_TE, self.options, bias_E=bias_E, mask_T=mask_T, expert_ids_TK=expert_ids_TK
+            )
+
+    def _logits(
+        self, x_TD: Tensor, mask_T: Tensor | None, generator: torch.Generator | None
+    ) -> Tensor:
+        dtype = torch.promote_types(x_TD.dtype, self.weight_ED.dtype)
+        dtype = torch.promote_types(dtype, torch.float32)
+        x_TD = x_TD.to(dtype)
+        if mask_T is not None:
+            # The weight's gradient multiplies every row by a gradient of 0 or not: 0 * NaN is NaN.
+            x_TD = torch.where(mask_T[:, None], x_TD, 0.0)
+        if self.training and self.jitter > 0:
+            noise_TD = torch.empty_like(x_TD).uniform_(
+                1 - self.jitter, 1 + self.jitter, generator=generator
+            )
+            x_TD = x_TD * noise_TD
+        return F.linear(x_TD, self.weight_ED.to(dtype))
+
+    def _check(
+        self,
+        x_TD: Tensor,
+        mask_T: Tensor | None,
+        expert_ids_TK: Tensor | None,
+        force: Force | None,
+    ) -> None:
+        check_matrix("x_TD", x_TD)
+        if x_TD.shape[1] != self.weight_ED.shape[1]:
+            raise ValueError(
+                f"`x_TD` must be of width `d_model`={self.weight_ED.shape[1]}, "
+                f"got shape {tuple(x_TD.shape)}."
+            )
+        check_mask(mask_T, x_TD)
+        if force is not None and force not in get_args(Force):
+            raise ValueError(f"`force` must be None or one of {get_args(Force)}, got {force!r}.")
+        if expert_ids_TK is None:
+            return
+        if force is not None:
+            raise ValueError("`force` must be None when `expert_ids_TK` is given, got both.")
+        check_expert_ids(expert_ids_TK, self.options.num_experts)
+        expected = (x_TD.shape[0], self.options.top_k)
+        if expert_ids_TK.shape != expected:
+            raise ValueError(
+                f"`expert_ids_TK` must have shape {expected}, got {tuple(expert_ids_TK.shape)}; "
+                "give the ids that an earlier forward of the same tokens returned."
+            )
+
+    def extra_repr(self) -> str:
+        """Return what `repr` shows."""
+        num_experts, d_model = self.weight_ED.shape
+        options = self.options
+        return (
+            f"d_model={d_model}, num_experts={num_experts}, top_k={options.top_k}, "
+            f"gate={options.gate!r}, renormalize={options.renormalize}, "
+            f"route_scale={options.route_scale}, jitter={self.jitter}"
+        )
+
+
+def _forced_experts(
+    logits_TE: Tensor,
+    options: GateOptions,
+    force: Force,
+    mask_T: Tensor | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Return K distinct experts a token, in turn or at random."""
+    num_tokens, num_experts = logits_TE.shape
+    device = logits_TE.device
+    if force == "random":
+        draws_TE = torch.rand(num_tokens, num_experts, generator=generator, device=device)
+        return draws_TE.argsort(dim=1)[:, : options.top_k]
+    real_T = torch.ones(num_tokens, dtype=torch.bool, device=device) if mask_T is None else mask_T
+    index_T = real_T.cumsum(0) - 1
+    slots_K = torch.arange(options.top_k, device=device)
+    return (index_T[:, None] * options.top_k + slots_K) % num_experts
