@@ -67,7 +67,9 @@ class RankProcesses:
                 errors.append(f"rank {rank} did not answer within {timeout} s")
                 continue
             succeeded, value = pickle.loads(connection.recv_bytes())
-            (results if succeeded else errors).append(value if succeeded else f"rank {rank}: {value}")
+            (results if succeeded else errors).append(
+                value if succeeded else f"rank {rank}: {value}"
+            )
         if errors:
             self.close()
             pytest.fail("\n".join(errors), pytrace=False)
@@ -119,7 +121,9 @@ def _serve(connection: Connection) -> None:
     while True:
         path, name, arguments, rank, world, store = pickle.loads(connection.recv_bytes())
         try:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world
+            )
             answer = (True, getattr(_load(path), name)(rank, world, *arguments))
             dist.barrier()
         except BaseException:

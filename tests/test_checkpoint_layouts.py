@@ -28,13 +28,12 @@ def _assembly(layout: tuple[int, int, int]) -> Assembly:
 
 def _mark(assembly: Assembly) -> None:
     """Give every element of the global state a value of its own."""
-    for index, (name, shard) in enumerate(sorted(state_of(assembly).items())):
+    for name, shard in state_of(assembly).items():
         if name == "step":
             shard.fill_(7)
         else:
             place = torch.arange(shard.local.numel(), dtype=torch.float64) + shard.start
             shard.local.copy_(_mark_of(name, place))
-    del index
 
 
 def _mark_of(name: str, place: torch.Tensor) -> torch.Tensor:

@@ -146,5 +146,5 @@ def _fail(rank_to_fail: int) -> None:
 
 @pytest.mark.dist
 def test_a_failing_rank_is_reported_and_nobody_hangs():
-    with pytest.raises(RuntimeError, match="local rank 1 failed:(.|\n)*planted"):
+    with pytest.raises(RuntimeError, match=r"local rank 1 failed:(.|\n)*planted"):
         run_local_ranks(_fail, 2, 1)

@@ -27,7 +27,7 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_config(text_folder: Path, tmp_path: Path) -> MakeConfig:
-    """Return a function: settings to a nano config on the small documents, in a folder of the test."""
+    """Return a function: settings to a nano config on the small documents."""
 
     def make(*settings: str, run: str = "run") -> TrainerConfig:
         base = (

@@ -45,7 +45,9 @@ def test_help_answers_without_torch(arguments):
         (["sample", "/nowhere", "--bytes", "0"], "--bytes must be at least 1, got 0"),
     ],
 )
-def test_wrong_input_exits_2_with_one_clear_message(arguments, message, capsys, tmp_path, monkeypatch):
+def test_wrong_input_exits_2_with_one_clear_message(
+    arguments, message, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     error = capsys.readouterr().err
@@ -102,7 +104,9 @@ def test_the_whole_story_of_a_run(tmp_path):
     report = (folder / "report.html").read_text()
     assert report.count("<svg") >= 3
     assert "step 3 of 3" in run("inspect", str(folder)).stdout
-    sampled = run("sample", str(folder), "--bytes", "5", "--temperature", "0", "--prompt", "import ")
+    sampled = run(
+        "sample", str(folder), "--bytes", "5", "--temperature", "0", "--prompt", "import "
+    )
     assert sampled.returncode == 0, sampled.stderr
     assert sampled.stdout.startswith("import ")
     again = run("--resume", str(folder))
@@ -138,7 +142,10 @@ def test_a_checkpoint_of_another_model_is_named(tmp_path):
     settings = ("--set", f"run.folder={folder}", "--set", "run.sample_bytes=0")
     assert run("nano", "--steps", "1", *settings).returncode == 0
     for setting, message in (
-        ("model.d_model=64", "a checkpoint of another model: model.d_model is 32 there and 64 here"),
+        (
+            "model.d_model=64",
+            "a checkpoint of another model: model.d_model is 32 there and 64 here",
+        ),
         ("model.moe.num_experts=8", "model.moe.num_experts is 4 there and 8 here"),
         ("seed=3", "trained on other data"),
         ("data.sequence_length=32", "trained on other data"),

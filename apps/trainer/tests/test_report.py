@@ -12,7 +12,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
-from olmo_trainer import report
+from olmo_trainer import history as history_of
+from olmo_trainer import pictures
 from olmo_trainer.metrics import HeldoutRecord, RunHeader, StepRecord
 from olmo_trainer.report import write_report
 from PIL import Image
@@ -168,7 +169,7 @@ def test_every_picture_is_there_with_its_axes_and_units(page):
 
 def test_colours_follow_the_theme(page):
     assert "prefers-color-scheme:dark" in page
-    for name, (light, dark) in report._COLOURS.items():
+    for name, (light, dark) in pictures.COLOURS.items():
         assert page.count(light) == 1, f"{name} is drawn with a fixed colour"
         assert page.count(dark) == 1
     assert "#000000" not in page
@@ -217,7 +218,7 @@ def test_values_that_are_not_finite_are_counted_and_leave_gaps(tmp_path):
     text = words(parse(make(tmp_path, records)))
     # Three of the four values, in 4 curves, 2 layers' imbalance and the held-out loss.
     assert f"{3 * (4 + 2 + 1)} recorded values are not finite" in text
-    loss = report._gather(records, None).values["loss"]
+    loss = history_of.gather_history(records, None).values["loss"]
     assert np.isfinite(loss).tolist() == [True] * 8 + [False] * 4
 
 
@@ -230,8 +231,8 @@ def test_thousands_of_records_stay_small_and_keep_their_spikes(tmp_path):
     text = words(parse(page))
     assert "Of 9 layers, pictures show 6" in text
     assert len(parse(page).findall(".//section/table/tbody/tr")) == 9
-    history = report._gather(records, None)
-    axes = report._draw_grad_norm(history).axes[0]
+    history = history_of.gather_history(records, None)
+    axes = pictures.draw_grad_norm(history).axes[0]
     _, raw = xy(axes.lines[0])
     assert len(raw) <= 600
     assert raw.max() == 77.0
@@ -248,7 +249,7 @@ def test_a_layer_with_dead_experts_is_drawn_and_named(tmp_path):
         records.append(
             dataclasses.replace(record, expert_counts=counts, imbalance=imbalance, honesty=honesty)
         )
-    assert 3 in report._gather(records, None).drawn
+    assert 3 in history_of.gather_history(records, None).drawn
     text = words(parse(make(tmp_path, records)))
     assert "MoE layer 4: 1 of 4 experts got no route at the end." in text
     assert "MoE layer 6 is gerrymandered at the end: honesty -0.50." in text
@@ -262,8 +263,8 @@ def test_the_heat_map_shows_the_load():
         step_record(step, layers=1, expert_counts=counts, imbalance=[40 * 4 / 60])
         for step in range(1, 6)
     ]
-    history = report._gather(records, None)
-    svg = report._svg(report._draw_load(history, 0, True), "load")
+    history = history_of.gather_history(records, None)
+    svg = pictures.to_svg(pictures.draw_load(history, 0, True), "load")
     (data,) = re.findall(r"base64,([^\"]+)\"", svg)
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGBA"))
     assert pixels.shape == (4, 5, 4)
@@ -284,7 +285,7 @@ def test_the_bars_are_the_share_of_routes_at_the_end():
     records += [
         step_record(step, layers=1, expert_counts=[[2 * step, 0, 10, 10]]) for step in (28, 29, 30)
     ]
-    side = report._draw_load(report._gather(records, None), 0, True).axes[1]
+    side = pictures.draw_load(history_of.gather_history(records, None), 0, True).axes[1]
     bars = [bar.get_width() for bar in side.patches if isinstance(bar, Rectangle)]
     total = 2 * (28 + 29 + 30) + 60
     assert bars == pytest.approx([174 / total, 0, 30 / total, 30 / total])
@@ -310,7 +311,7 @@ def test_pooled_honesty_is_the_slope_over_the_whole_window():
             step_record(step, layers=1, expert_counts=[counts], honesty=[honesty], imbalance=[1.0])
         )
     cov[3] = var[3] = 0.0
-    pooled = report._gather(records, None).pooled_honesty(window)[:, 0]
+    pooled = history_of.gather_history(records, None).pooled_honesty(window)[:, 0]
     for at in range(steps):
         near = range(max(0, at - 2), min(steps, at + 3))
         assert pooled[at] == pytest.approx(sum(cov[i] for i in near) / sum(var[i] for i in near))
@@ -319,27 +320,27 @@ def test_pooled_honesty_is_the_slope_over_the_whole_window():
 def test_curves_show_the_recorded_values():
     records = [step_record(step) for step in range(1, 8)]
     records[2] = dataclasses.replace(records[2], heldout_loss=3.5)
-    history = report._gather([*records, heldout_record(7, 1.25)], None)
-    training, heldout = report._draw_loss(history).axes[0].lines
+    history = history_of.gather_history([*records, heldout_record(7, 1.25)], None)
+    training, heldout = pictures.draw_loss(history).axes[0].lines
     assert xy(training)[0].tolist() == list(range(1, 8))
     assert xy(training)[1] == pytest.approx([r.loss for r in records])
     assert np.stack(xy(heldout)).tolist() == [[3.0, 7.0], [3.5, 1.25]]
-    rate = report._draw_learning_rate(history).axes[0].lines[0]
+    rate = pictures.draw_learning_rate(history).axes[0].lines[0]
     assert xy(rate)[1] == pytest.approx([r.learning_rate for r in records])
-    lines = report._draw_imbalance(history).axes[0].lines
+    lines = pictures.draw_imbalance(history).axes[0].lines
     for layer in range(2):
         assert xy(lines[layer])[1] == pytest.approx([r.imbalance[layer] for r in records])
-    speed = report._draw_throughput(history).axes[0].lines[0]
+    speed = pictures.draw_throughput(history).axes[0].lines[0]
     assert xy(speed)[1] == pytest.approx([r.tokens_per_second for r in records])
 
 
 def test_smoothing_is_untouched_by_a_huge_value_far_away():
     values = np.full(100, 2.0)
     values[10] = 1e20
-    smooth = report._smooth(values, 4)
+    smooth = history_of.smooth(values, 4)
     assert smooth[20:] == pytest.approx(2.0)
     values[50] = np.nan
-    assert np.isnan(report._smooth(values, 4)).nonzero()[0].tolist() == [50]
+    assert np.isnan(history_of.smooth(values, 4)).nonzero()[0].tolist() == [50]
 
 
 def test_bad_records_are_refused_before_the_file_is_touched(tmp_path):

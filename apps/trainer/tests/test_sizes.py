@@ -7,7 +7,7 @@ from olmo_trainer.overrides import apply_overrides
 from olmo_trainer.recipes import RECIPES, nano
 from olmo_trainer.sizes import bytes_per_rank, count_parameters, stage_layers
 
-# The report's table 30 and its shapes: width, query width, key width, hidden, layers, dense, experts.
+# The report's table 30: width, query width, key width, hidden, layers, dense layers, experts.
 PUBLISHED = {
     "tiny-64e": ((2048, 2048, 512, 2048, 16, 1, 64), 1.5876e9, 12.912e9),
     "small-64e": ((2560, 3072, 768, 2560, 32, 1, 64), 4.2941e9, 40.863e9),
@@ -40,9 +40,7 @@ def test_counts_equal_the_built_model(recipe):
     config = RECIPES[recipe]()
     dispatcher = create_dispatcher("local", num_experts=config.model.moe.num_experts)
     with torch.device("meta"):
-        part = build_part(
-            config, range(config.model.num_layers), dispatcher, num_expert_ranks=1
-        )
+        part = build_part(config, range(config.model.num_layers), dispatcher, num_expert_ranks=1)
     built = sum(parameter.numel() for parameter in part.parameters())
     counts = count_parameters(config.model)
     assert counts.total == built

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from olmo_distopt import (
     GradientReducer,
@@ -16,6 +16,8 @@ from olmo_distopt import (
 )
 from torch import nn
 
+# A failure restarts the worker processes, so the example found is kept and not shrunk.
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 SHAPES = [(3, 5), (7,), (), (0, 4), (2, 3, 4), (1, 1)]
 
 
@@ -241,7 +243,7 @@ def _step(rank, world, shapes, group_of, dtype, min_shard_numel, bucket_bytes):
 
 
 @pytest.mark.dist
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10, deadline=None, phases=PHASES)
 @given(
     world=st.integers(1, 4),
     shapes=st.lists(

@@ -103,9 +103,9 @@ def _bytes_of(folder):
 
 
 def _pieces(rank, world, folder):
-    """Ranks 0 and 1 hold the same piece, 2 the next, 3 an empty one at the first one's offset."""
+    """Ranks 1 and 2 hold the same piece, 3 the next, 0 an empty one at the first one's offset."""
     line = torch.arange(30_000.0)
-    start, stop = [(0, 10_000), (0, 10_000), (10_000, 30_000), (0, 0)][rank]
+    start, stop = [(0, 0), (0, 10_000), (0, 10_000), (10_000, 30_000)][rank]
     shard = FlatShard(line[start:stop], start=start, global_numel=len(line))
     dcp.save({"line": shard}, checkpoint_id=folder)
     start, stop = [(29_999, 30_000), (0, 0), (5, 25_000), (9_999, 10_001)][rank]

@@ -117,16 +117,16 @@ def _one_process():
 def _train(rank, world, layouts):
     results = []
     for expert_parallel in layouts:
-        num_groups = world // expert_parallel
-        rows = [
-            list(range(g * expert_parallel, (g + 1) * expert_parallel)) for g in range(num_groups)
-        ]
-        made = {tuple(ranks): dist.new_group(ranks) for ranks in [*rows, *zip(*rows, strict=True)]}
-        mine = [(ranks, group) for ranks, group in made.items() if rank in ranks]
-        exchange = next(group for ranks, group in mine if list(ranks) in rows)
-        replicas = next(group for ranks, group in mine if list(ranks) not in rows or len(mine) == 1)
-        if expert_parallel == 1:
-            replicas = dist.group.WORLD
+        exchange: Any = None
+        replicas: Any = None
+        for first in range(0, world, expert_parallel):
+            ranks = range(first, first + expert_parallel)
+            group = dist.new_group(list(ranks))
+            exchange = group if rank in ranks else exchange
+        for first in range(expert_parallel):
+            ranks = range(first, world, expert_parallel)
+            group = dist.new_group(list(ranks))
+            replicas = group if rank in ranks else replicas
         results.append(_train_layout(rank, world, expert_parallel, exchange, replicas))
     return results
 

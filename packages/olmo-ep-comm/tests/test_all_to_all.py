@@ -1,5 +1,6 @@
 """Experts over several ranks: bitwise the one-process result, forward and backward."""
 
+import math
 from dataclasses import astuple, dataclass
 
 import pytest
@@ -56,29 +57,41 @@ def apply_experts(
     return torch.cat(pieces) if pieces else torch.zeros(0, WIDTH, dtype=dispatched.rows_RD.dtype)
 
 
+def gradient(value: Tensor) -> Tensor:
+    """Return the gradient, 0 for a parameter that no row of this rank reached."""
+    return torch.zeros_like(value) if value.grad is None else value.grad
+
+
+def make_group(layout: list[list[int]], rank: int) -> dist.ProcessGroup:
+    """Make every group of the layout and return the one with this rank."""
+    groups = [dist.new_group(ranks) for ranks in layout]
+    (own,) = [group for group, ranks in zip(groups, layout, strict=True) if rank in ranks]
+    assert isinstance(own, dist.ProcessGroup)
+    return own
+
+
 def run_layer(
     dispatcher: Dispatcher, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
 ) -> dict[str, Tensor]:
     """One layer forward and backward: everything that came out of it."""
     x_TD, weights_TK = x_TD.clone().requires_grad_(), weights_TK.clone().requires_grad_()
     scale_ED = torch.linspace(-2, 2, NUM_EXPERTS * WIDTH).view(NUM_EXPERTS, WIDTH).to(x_TD.dtype)
-    bias_ED = scale_ED.flip(0).clone()
-    parameters = [scale_ED.requires_grad_(), bias_ED.requires_grad_()]
+    bias_ED = scale_ED.flip(0).requires_grad_()
+    scale_ED.requires_grad_()
     dispatched = dispatcher.dispatch(x_TD, expert_ids_TK, weights_TK)
     y_RD = apply_experts(dispatched, dispatcher.local_experts, scale_ED, bias_ED)
     y_TD = dispatcher.combine(y_RD, dispatched.handle)
     y_TD.backward(y_TD.detach().cos())
     local = slice(dispatcher.local_experts.start, dispatcher.local_experts.stop)
-    no_rows = torch.zeros_like(scale_ED)
     return {
         "rows": dispatched.rows_RD.detach(),
         "row weights": dispatched.row_weights_R.detach(),
         "ends": dispatched.offsets_E,
         "y": y_TD.detach(),
-        "x gradient": x_TD.grad,
-        "weight gradient": weights_TK.grad,
-        "scale gradient": (no_rows if scale_ED.grad is None else scale_ED.grad)[local],
-        "bias gradient": (no_rows if bias_ED.grad is None else parameters[1].grad)[local],
+        "x gradient": gradient(x_TD),
+        "weight gradient": gradient(weights_TK),
+        "scale gradient": gradient(scale_ED)[local],
+        "bias gradient": gradient(bias_ED)[local],
     }
 
 
@@ -93,7 +106,7 @@ def expected(case: Case, ranks: list[int], rank: int) -> dict[str, Tensor]:
     first_token = sum(case.tokens[other] for other in ranks[:place])
     tokens = slice(first_token, first_token + case.tokens[rank])
     ends = whole.pop("ends")[experts] - first_row
-    part = dict.fromkeys(("rows", "row weights"), rows)
+    part: dict[str, slice] = dict.fromkeys(("rows", "row weights"), rows)
     part |= dict.fromkeys(("y", "x gradient", "weight gradient"), tokens)
     part |= dict.fromkeys(("scale gradient", "bias gradient"), experts)
     return {"ends": ends, **{name: value[part[name]] for name, value in whole.items()}}
@@ -101,12 +114,12 @@ def expected(case: Case, ranks: list[int], rank: int) -> dict[str, Tensor]:
 
 def _compare_with_one_process(rank: int, world: int, fields: list[tuple]) -> None:
     for layout in LAYOUTS:
-        groups = [dist.new_group(ranks) for ranks in layout]
-        number = next(number for number, ranks in enumerate(layout) if rank in ranks)
-        dispatcher = AllToAllDispatcher(num_experts=NUM_EXPERTS, group=groups[number])
+        group = make_group(layout, rank)
+        (ranks,) = [ranks for ranks in layout if rank in ranks]
+        dispatcher = AllToAllDispatcher(num_experts=NUM_EXPERTS, group=group)
         for case in (Case(*values) for values in fields):
             got = run_layer(dispatcher, *case.inputs(rank))
-            want = expected(case, layout[number], rank)
+            want = expected(case, ranks, rank)
             for name, value in want.items():
                 assert torch.equal(got[name], value), (name, layout, case, got[name], value)
 
@@ -158,7 +171,7 @@ def _log_exchanges() -> list[tuple[torch.dtype, int]]:
     return log
 
 
-def _train(rank: int, world: int, fields: tuple) -> tuple[list, Tensor]:
+def _train(rank: int, world: int, fields: tuple) -> tuple[list, float]:
     """Two layers, three steps; rank 1's tokens and weights never need a gradient."""
     log = _log_exchanges()
     try:
@@ -177,10 +190,9 @@ def _train(rank: int, world: int, fields: tuple) -> tuple[list, Tensor]:
             y_TD.square().sum().backward()
             with torch.no_grad():
                 for value in parameters:
-                    if value.grad is not None:
-                        value -= 0.1 * value.grad
+                    value -= 0.1 * gradient(value)
                     value.grad = None
-        return log, sum(value.detach().sum() for value in parameters)
+        return log, sum(value.sum().item() for value in parameters)
     finally:
         dist.all_to_all_single = dist.distributed_c10d.all_to_all_single
 
@@ -195,7 +207,7 @@ def test_every_rank_makes_the_same_exchanges(processes, tokens, experts):
     layer = [notice, rows, weights, rows]
     assert logs[0] == 3 * (2 * layer + 2 * [rows, rows, weights])
     assert logs.count(logs[0]) == 4
-    assert all(torch.isfinite(value) for value in sums)
+    assert all(map(math.isfinite, sums))
 
 
 def _backward_in_order(rank: int, world: int, fields: tuple, order: tuple) -> list[Tensor]:
@@ -212,7 +224,7 @@ def _backward_in_order(rank: int, world: int, fields: tuple, order: tuple) -> li
             results[-1].backward()
     for number in order:
         results[number].backward()
-    return [tensor.grad for pair in inputs for tensor in pair]
+    return [gradient(value) for pair in inputs for value in pair]
 
 
 def test_live_dispatches_do_not_touch_each_other(processes):
@@ -232,7 +244,7 @@ def _inner_products(rank: int, world: int, fields: tuple) -> tuple[float, float]
     u_RD = torch.randn_like(dispatched.rows_RD)
     combined = dispatcher.combine(u_RD, dispatched.handle)
     dispatched.rows_RD.backward(u_RD)
-    assert torch.equal(x_TD.grad, combined)
+    assert torch.equal(gradient(x_TD), combined)
     return (dispatched.rows_RD * u_RD).sum().item(), (x_TD * combined).sum().item()
 
 
@@ -248,13 +260,12 @@ def _train_router(rank: int, world: int, gate: str, group_size: int) -> list[Ten
 
     With `group_size` 0 this rank alone holds all the tokens.
     """
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])] if group_size == 2 else []
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randn(19, WIDTH, generator=generator, dtype=torch.float64).split([7, 0, 4, 8])
     x_TD = torch.cat(tokens) if group_size == 0 else tokens[rank]
     dispatcher: Dispatcher = LocalDispatcher(num_experts=NUM_EXPERTS)
     if group_size:
-        group = groups[rank // 2] if groups else None
+        group = make_group([[0, 1], [2, 3]], rank) if group_size == 2 else None
         dispatcher = AllToAllDispatcher(num_experts=NUM_EXPERTS, group=group)
     shapes = [(WIDTH,), (NUM_EXPERTS, WIDTH), (NUM_EXPERTS, WIDTH), (NUM_EXPERTS, WIDTH)]
     parameters = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -268,14 +279,13 @@ def _train_router(rank: int, world: int, gate: str, group_size: int) -> list[Ten
         dispatched = dispatcher.dispatch(h_TD, ids, weights_TK)
         y_RD = apply_experts(dispatched, dispatcher.local_experts, scale_ED, bias_ED)
         dispatcher.combine(y_RD, dispatched.handle).sin().sum().backward()
-        for value in parameters:
-            value.grad = torch.zeros_like(value) if value.grad is None else value.grad
-            if group_size:
-                dist.all_reduce(value.grad)
-        first = first or [value.grad.clone() for value in parameters]
+        grads = [gradient(value) for value in parameters]
+        for grad in grads if group_size else []:
+            dist.all_reduce(grad)
+        first = first or grads
         with torch.no_grad():
-            for value in parameters:
-                value -= 0.01 * value.grad
+            for value, grad in zip(parameters, grads, strict=True):
+                value -= 0.01 * grad
                 value.grad = None
     return [*first, *(value.detach() for value in parameters)]
 
@@ -313,7 +323,7 @@ def test_every_token_comes_home(processes):
             assert torch.equal(got, sent)
 
 
-def _bias_alone(rank: int, world: int) -> tuple[Tensor, float, float]:
+def _bias_alone(rank: int, world: int) -> tuple[float, float]:
     dispatcher = AllToAllDispatcher(num_experts=NUM_EXPERTS)
     case = Case((3, 5, 2, 4), 3, tuple(range(NUM_EXPERTS)), torch.float32, seed=8)
     x_TD, ids, weights_TK = case.inputs(rank)
@@ -324,14 +334,13 @@ def _bias_alone(rank: int, world: int) -> tuple[Tensor, float, float]:
     )
     y_TD = dispatcher.combine(y_RD, dispatched.handle)
     y_TD.sum().backward()
-    grad = 0.0 if bias_ED.grad is None else bias_ED.grad.sum().item()
     torch.testing.assert_close(y_TD, weights_TK.sum(1, keepdim=True).expand(y_TD.shape))
-    return y_TD.detach(), grad, WIDTH * weights_TK.sum().item()
+    return gradient(bias_ED).sum().item(), WIDTH * weights_TK.sum().item()
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_bias_of_an_expert_counts_once(processes, world):
-    _, grads, weights = zip(*processes.run(_bias_alone, world=world), strict=True)
+    grads, weights = zip(*processes.run(_bias_alone, world=world), strict=True)
     assert sum(grads) == pytest.approx(sum(weights), rel=1e-5)
 
 

@@ -180,6 +180,19 @@ def test_rows_are_added_in_slot_order_in_float32():
     assert collect_rows(tiny, token[:3], descending).item() == 1.0
 
 
+def test_a_token_adds_its_experts_in_slot_order():
+    """Two small parts reach a large one only when they meet before it."""
+    tensors, _ = _operands(1, 3, 1, 8, 4, dtype=torch.float32)
+    stacks = [tensors[name].expand(3, -1, -1) for name in ("w_gate_up", "w_down")]
+    ids, small = torch.tensor([[2, 0, 1]]), 2.0**-25
+    alone, first, last = (
+        moe_mlp(tensors["x"], ids, torch.tensor([weights]), *stacks)
+        for weights in ([1.0, 0.0, 0.0], [1.0, small, small], [small, small, 1.0])
+    )
+    assert torch.equal(first, alone)
+    assert (last.abs() > alone.abs()).all()
+
+
 def test_the_permutation_operators_keep_the_rules_of_torch():
     ids = _routes(5, 2, 3, seed=1)
     _, route, row = sort_routes(ids, 3)

@@ -88,12 +88,13 @@ def test_packed_operands_are_not_copied_in_either_direction(oracle, seen):
     assert seen == [(x, w), (dy, w), (dy, x)]
 
 
-def test_the_kernel_is_not_launched_on_nothing(oracle, run, seen):
-    x, w, dy = _leaves(0, 2)
-    offsets = oracle.ends([0, 0])
+@pytest.mark.parametrize(("rows", "D", "F"), [(0, 8, 12), (3, 0, 12), (3, 8, 0)])
+def test_the_kernel_is_not_launched_on_nothing(oracle, run, seen, rows, D, F):
+    x, w, dy = _leaves(rows, 2, D, F)
+    offsets = oracle.ends([0, rows])
     got = run(lambda x, w: grouped_mm(x, w, offsets, impl="torch"), {"x": x, "w": w}, dy, x.dtype)
-    assert got["y"].shape == (0, 12)
-    assert (got["w"] == 0).all()
+    assert got["y"].shape == (rows, F)
+    assert all((value == 0).all() for value in got.values())
     assert not seen
 
 

@@ -13,7 +13,7 @@ pytestmark = [
 @pytest.mark.parametrize("rule", ["rceil", "floor"])
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 def test_quantize_gives_the_same_bits(element, rule):
-    """Bit patterns of all kinds: a device that flushes subnormals or contracts sums would differ."""
+    """Bit patterns of all kinds: a device that flushes subnormal numbers would differ."""
     bits = torch.randint(-(2**31), 2**31, (4096, 128), dtype=torch.int32)
     bits[::2] &= -0x70000001  # and rows of small and subnormal numbers
     x = torch.cat([bits.view(torch.float32), torch.randn(512, 128)])

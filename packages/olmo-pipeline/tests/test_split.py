@@ -41,6 +41,8 @@ def test_known_cuts():
     assert _sizes(31, 8, last_extra=1.0) == [4, 4, 4, 4, 4, 4, 4, 3]
     assert _sizes(5, 1, first_extra=3.0, last_extra=9.0) == [5]
     assert _sizes(3, 3, last_extra=100.0) == [1, 1, 1]
+    # The most even cut, 6 + 3 + 2, has a slower stage than 1 + 5 + 5.
+    assert _sizes(4, 3, costs=[1.0, 5.0, 3.0, 2.0]) == [1, 1, 2]
     assert split_layers(4, 2, costs=[9.0, 1.0, 1.0, 1.0]) == (range(0, 1), range(1, 4))
 
 

@@ -42,6 +42,7 @@ def test_integers_agree_with_the_cpu():
         torch.nan,
         torch.inf,
     )
+    logits[9, ::2] = -torch.tensor(torch.nan)  # NaNs of both signs in a token of NaN alone
     mask = torch.rand(1001, generator=generator) < 0.9
     requested = torch.randint(0, 50, (4, 3, 5), generator=generator, dtype=torch.int32)
     on_cpu = forward(logits, mask, requested)

@@ -43,9 +43,7 @@ class Assembly:
     @property
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """This rank's parameters by global name."""
-        return [
-            pair for stage in self.stages.values() for pair in stage.part.named_parameters()
-        ]
+        return [pair for stage in self.stages.values() for pair in stage.part.named_parameters()]
 
     @property
     def selection_biases(self) -> dict[int, SelectionBias]:
@@ -202,5 +200,3 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
             schedule, stages, group=mesh.pipeline_group, device=mesh.device, dtype=dtype
         ),
     )
-
-

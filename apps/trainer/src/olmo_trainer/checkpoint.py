@@ -1,10 +1,10 @@
 """Checkpoints: FP32 main weights and moments in global coordinates, complete or not there at all.
 
-A checkpoint is a folder `step-00000400`: the tensors as torch.distributed.checkpoint writes them and
-`checkpoint.json`, which says what they are. It is written under a temporary name and renamed when
-everything is durable, so a folder of the final name is always whole. Tensors are flat ranges of the
-global tensor (`olmo_distopt.FlatShard`): any layout loads any other's. BF16 and MXFP8 copies are
-rebuilt, never saved.
+A checkpoint is a folder `step-00000400`: the tensors as torch.distributed.checkpoint writes them
+and `checkpoint.json`, which says what they are. It is written under a temporary name and renamed
+when everything is durable, so a folder of the final name is always whole. Tensors are flat ranges
+of the global tensor (`olmo_distopt.FlatShard`): any layout loads any other's. BF16 and MXFP8 copies
+are rebuilt, never saved.
 
 This module reads and checks `checkpoint.json` without torch; `checkpoint_tensors.py` moves tensors.
 """
@@ -151,7 +151,8 @@ def check_same_data(manifest: Manifest, fingerprint: str) -> None:
     if manifest.data_fingerprint != fingerprint:
         raise CheckpointError(
             f"{manifest.path}: its run trained on other data (fingerprint "
-            f"{manifest.data_fingerprint}, now {fingerprint}): the text, data.*, batch.sequences or seed changed. "
+            f"{manifest.data_fingerprint}, now {fingerprint}): the text, data.*, "
+            "batch.sequences or seed changed. "
             "Restore them, or start a new run"
         )
 

@@ -14,6 +14,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from olmo_trainer.config import TrainerConfig
 
 COMMANDS = ("train", "verify", "sample", "inspect", "recipes")
 DEFAULT_RECIPE = "toy"
@@ -114,11 +118,11 @@ def _train(options: argparse.Namespace) -> int:
 
         print_config(config, console)
         return 0
-    from olmo_trainer.loop import NonFiniteGradient, train
+    from olmo_trainer.loop import NonFiniteGradientError, train
 
     try:
         outcome = train(config, resume=resume, console=console)
-    except NonFiniteGradient as error:
+    except NonFiniteGradientError as error:
         console.print(f"error: {error}", style="red", highlight=False)
         return 1
     if outcome is None:
@@ -184,7 +188,7 @@ def _recipes(_: argparse.Namespace) -> int:
     return 0
 
 
-def _recipe(name: str | None):  # noqa: ANN202
+def _recipe(name: str | None) -> "TrainerConfig":
     from olmo_trainer.recipes import RECIPES
 
     if (name or DEFAULT_RECIPE) not in RECIPES:

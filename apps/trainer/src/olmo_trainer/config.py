@@ -19,10 +19,10 @@ class Config(BaseModel):
 class AttentionConfig(Config):
     """Grouped-query attention with rotary positions and per-head q/k norm."""
 
-    num_heads: int = Field(4, ge=1)
-    num_kv_heads: int = Field(2, ge=1)
-    head_dim: int = Field(32, ge=2, multiple_of=2)
-    rope_theta: float = Field(10_000.0, gt=0)
+    num_heads: int = Field(default=4, ge=1)
+    num_kv_heads: int = Field(default=2, ge=1)
+    head_dim: int = Field(default=32, ge=2, multiple_of=2)
+    rope_theta: float = Field(default=10_000.0, gt=0)
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -40,32 +40,40 @@ class MoEConfig(Config):
     over the selected experts, shared expert 1.
     """
 
-    num_experts: int = Field(8, ge=1)
-    top_k: int = Field(2, ge=1)
-    expert_hidden: int = Field(128, ge=8, multiple_of=8)
-    shared_hidden: int = Field(128, ge=0, multiple_of=8, description="0 = no shared expert")
+    num_experts: int = Field(default=8, ge=1)
+    top_k: int = Field(default=2, ge=1)
+    expert_hidden: int = Field(default=128, ge=8, multiple_of=8)
+    shared_hidden: int = Field(default=128, ge=0, multiple_of=8, description="0 = no shared expert")
     gate: Literal["softmax", "sigmoid"] = "softmax"
-    balance_loss: float = Field(0.01, ge=0, description="coefficient of each layer's balance loss")
+    balance_loss: float = Field(
+        default=0.01, ge=0, description="coefficient of each layer's balance loss"
+    )
     balance_scope: Literal["sequence", "microbatch"] = "sequence"
-    z_loss: float = Field(2e-4, ge=0, description="coefficient of each layer's router z-loss")
-    bias_rate: float = Field(1e-3, ge=0, description="selection-bias step, 0 = no selection bias")
+    z_loss: float = Field(
+        default=2e-4, ge=0, description="coefficient of each layer's router z-loss"
+    )
+    bias_rate: float = Field(
+        default=1e-3, ge=0, description="selection-bias step, 0 = no selection bias"
+    )
 
     @model_validator(mode="after")
     def _top_k_fits(self) -> Self:
         if self.top_k > self.num_experts:
-            raise ValueError(f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts})")
+            raise ValueError(
+                f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts})"
+            )
         return self
 
 
 class ModelConfig(Config):
     """The report's block: peri-norm, dense blocks first, then routed blocks, untied head."""
 
-    vocab_size: int = Field(257, ge=2)
-    d_model: int = Field(128, ge=8, multiple_of=8)
-    num_layers: int = Field(4, ge=1)
-    num_dense_layers: int = Field(1, ge=0)
-    dense_hidden: int = Field(384, ge=8, multiple_of=8)
-    norm_eps: float = Field(1e-6, gt=0)
+    vocab_size: int = Field(default=257, ge=2)
+    d_model: int = Field(default=128, ge=8, multiple_of=8)
+    num_layers: int = Field(default=4, ge=1)
+    num_dense_layers: int = Field(default=1, ge=0)
+    dense_hidden: int = Field(default=384, ge=8, multiple_of=8)
+    norm_eps: float = Field(default=1e-6, gt=0)
     attention: AttentionConfig = AttentionConfig()
     moe: MoEConfig = MoEConfig()
 
@@ -79,10 +87,10 @@ class PrecisionConfig(Config):
     """What is computed in which format; main weights and moments are always FP32."""
 
     parameters: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="auto = bf16 on a GPU, fp32 on a CPU"
+        default="auto", description="auto = bf16 on a GPU, fp32 on a CPU"
     )
     mxfp8: tuple[Literal["experts", "shared"], ...] = Field(
-        (), description="layers whose products run in MXFP8"
+        default=(), description="layers whose products run in MXFP8"
     )
 
     @field_validator("mxfp8", mode="before")
@@ -95,8 +103,8 @@ class StandardLibraryData(Config):
     """The text of the Python standard library that came with the interpreter."""
 
     kind: Literal["standard_library"] = "standard_library"
-    sequence_length: int = Field(256, ge=2)
-    heldout_fraction: float = Field(0.05, gt=0, lt=1)
+    sequence_length: int = Field(default=256, ge=2)
+    heldout_fraction: float = Field(default=0.05, gt=0, lt=1)
 
 
 class TextFolderData(Config):
@@ -105,8 +113,8 @@ class TextFolderData(Config):
     kind: Literal["text_folder"] = "text_folder"
     path: str
     pattern: str = "*.txt"
-    sequence_length: int = Field(256, ge=2)
-    heldout_fraction: float = Field(0.05, gt=0, lt=1)
+    sequence_length: int = Field(default=256, ge=2)
+    heldout_fraction: float = Field(default=0.05, gt=0, lt=1)
 
 
 DataConfig = Annotated[StandardLibraryData | TextFolderData, Field(discriminator="kind")]
@@ -115,21 +123,23 @@ DataConfig = Annotated[StandardLibraryData | TextFolderData, Field(discriminator
 class BatchConfig(Config):
     """A step's tokens. The global batch is the same under every layout."""
 
-    sequences: int = Field(16, ge=1, description="sequences a step, over all ranks")
-    accumulation: int = Field(1, ge=1, description="microbatches a data rank")
+    sequences: int = Field(default=16, ge=1, description="sequences a step, over all ranks")
+    accumulation: int = Field(default=1, ge=1, description="microbatches a data rank")
 
 
 class AdamWConfig(Config):
     """AdamW with decoupled decay on matrices, gradient clipping, cosine schedule with warm-up."""
 
-    learning_rate: float = Field(3e-3, gt=0)
-    final_fraction: float = Field(0.1, ge=0, le=1, description="last over peak learning rate")
-    warmup_steps: int = Field(20, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    epsilon: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
+    learning_rate: float = Field(default=3e-3, gt=0)
+    final_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="last over peak learning rate"
+    )
+    warmup_steps: int = Field(default=20, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    epsilon: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
 
 
 class OneFOneB(Config):
@@ -147,7 +157,7 @@ class InterleavedOneFOneB(Config):
     """Interleaved 1F1B: `chunks` stages a rank, in a loop."""
 
     kind: Literal["interleaved"] = "interleaved"
-    chunks: int = Field(2, ge=2)
+    chunks: int = Field(default=2, ge=2)
 
     @property
     def stages_per_rank(self) -> int:
@@ -161,12 +171,12 @@ ScheduleConfig = Annotated[OneFOneB | InterleavedOneFOneB, Field(discriminator="
 class LayoutConfig(Config):
     """How the ranks divide the work: `data * pipeline = world`, and `expert` divides `data`."""
 
-    data: int | None = Field(None, ge=1, description="data ranks; none = world / pipeline")
-    expert: int = Field(1, ge=1, description="ranks that share the experts, within `data`")
-    pipeline: int = Field(1, ge=1)
+    data: int | None = Field(default=None, ge=1, description="data ranks; none = world / pipeline")
+    expert: int = Field(default=1, ge=1, description="ranks that share the experts, within `data`")
+    pipeline: int = Field(default=1, ge=1)
     schedule: ScheduleConfig = OneFOneB()
     dispatcher: Literal["auto", "local", "all_to_all"] = Field(
-        "auto", description="auto = local for one expert rank, all_to_all for more"
+        default="auto", description="auto = local for one expert rank, all_to_all for more"
     )
 
     @model_validator(mode="after")
@@ -191,20 +201,22 @@ class LayoutConfig(Config):
 class RunConfig(Config):
     """Where the run writes, and how often it logs, evaluates and saves."""
 
-    folder: str | None = Field(None, description="none = runs/NAME/DATE-TIME")
-    log_every: int = Field(20, ge=1)
-    heldout_every: int = Field(100, ge=0, description="0 = only at the end")
-    heldout_sequences: int = Field(128, ge=1, description="most sequences in one evaluation")
-    save_every: int = Field(0, ge=0, description="0 = only at the end")
-    sample_bytes: int = Field(300, ge=0, description="continuation at the end, 0 = none")
-    threads: int = Field(0, ge=0, description="CPU threads a rank; 0 = cores / local ranks")
+    folder: str | None = Field(default=None, description="none = runs/NAME/DATE-TIME")
+    log_every: int = Field(default=20, ge=1)
+    heldout_every: int = Field(default=100, ge=0, description="0 = only at the end")
+    heldout_sequences: int = Field(
+        default=128, ge=1, description="most sequences in one evaluation"
+    )
+    save_every: int = Field(default=0, ge=0, description="0 = only at the end")
+    sample_bytes: int = Field(default=300, ge=0, description="continuation at the end, 0 = none")
+    threads: int = Field(default=0, ge=0, description="CPU threads a rank; 0 = cores / local ranks")
 
 
 class TrainerConfig(Config):
     """Everything that decides a run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     steps: int = Field(ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     model: ModelConfig = ModelConfig()
@@ -243,11 +255,12 @@ class TrainerConfig(Config):
                 raise ValueError(f"{key} ({width}) must be a multiple of 32 for precision.mxfp8")
 
     def for_world(self, world: int) -> "TrainerConfig":
-        """Fill in `layout.data` for `world` ranks; raise `ValueError` when the layout misses them."""
+        """Fill in `layout.data` for `world` ranks; `ValueError` when the layout misses them."""
         layout = self.layout
         if world % layout.pipeline:
             raise ValueError(
-                f"layout.pipeline ({layout.pipeline}) must divide the number of processes ({world}); "
+                f"layout.pipeline ({layout.pipeline}) must divide the number of processes "
+                f"({world}); "
                 "start more with torchrun --nproc-per-node, or lower it"
             )
         data = layout.data or world // layout.pipeline

@@ -30,7 +30,11 @@ def print_config(config: TrainerConfig, console: Console) -> None:
     for rank, parts in enumerate(layers_of_ranks(config)):
         stages = " and ".join(f"{part.start}..{part.stop - 1}" for part in parts)
         console.print(f"  pipeline rank {rank}: layers {stages}", highlight=False)
-    words = ("fp32", "bf16") if config.precision.parameters == "auto" else (config.precision.parameters,)
+    words = (
+        ("fp32", "bf16")
+        if config.precision.parameters == "auto"
+        else (config.precision.parameters,)
+    )
     for word in words:
         console.print(
             f"bytes       {bytes_per_rank(config, weights=word):,.0f} on the fullest rank with "
@@ -46,7 +50,9 @@ def print_manifest(manifest: Manifest, console: Console) -> None:
     config, counts = manifest.config, count_parameters(manifest.config.model)
     total = sum(manifest.files.values())
     console.print(f"checkpoint  {manifest.path}", highlight=False, soft_wrap=True)
-    console.print(f"run         {config.name}, step {manifest.step} of {config.steps}", highlight=False)
+    console.print(
+        f"run         {config.name}, step {manifest.step} of {config.steps}", highlight=False
+    )
     console.print(
         f"parameters  {counts.total:,} total, {counts.active:,} active a token", highlight=False
     )
@@ -75,9 +81,7 @@ def print_recipes(console: Console) -> None:
         config = recipe()
         counts = count_parameters(config.model)
         purpose = (recipe.__doc__ or "").strip()
-        table.add_row(
-            name, f"{counts.total:,}", f"{counts.active:,}", str(config.steps), purpose
-        )
+        table.add_row(name, f"{counts.total:,}", f"{counts.active:,}", str(config.steps), purpose)
     console.print(table)
 
 

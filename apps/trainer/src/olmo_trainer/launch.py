@@ -1,7 +1,7 @@
 """From a process to a mesh: the device, the process group, the threads.
 
-`torchrun` says through the environment which process this is; without it the run has one process and
-needs no process group.
+`torchrun` says through the environment which process this is; without it the run has one process
+and needs no process group.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Run a function as several local processes joined by gloo: what `verify` compares layouts with.
 
-The processes are forked from a server that has imported this module's torch once, where the platform
-has fork; on others each starts afresh.
+The processes are forked from a server that has imported torch once, where the platform has fork; on
+others each starts afresh.
 """
 
 import multiprocessing

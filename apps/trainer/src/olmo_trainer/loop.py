@@ -1,7 +1,7 @@
 """A run from its first step to its report.
 
-    open data, read checkpoint (one process can still say no) -> launch -> assemble -> [load]
-    -> steps: train, log, hold out, save -> checkpoint, sample, report
+open data, read checkpoint (one process can still say no) -> launch -> assemble -> [load]
+-> steps: train, log, hold out, save -> checkpoint, sample, report
 """
 
 import platform
@@ -42,11 +42,10 @@ from olmo_trainer.metrics import (
 )
 from olmo_trainer.open_data import open_data
 from olmo_trainer.progress import Progress
-from olmo_trainer.report import write_report
 from olmo_trainer.sample import continue_text, load_model
 from olmo_trainer.sizes import count_parameters
 from olmo_trainer.step import (
-    NonFiniteGradient,
+    NonFiniteGradientError,
     accumulate_gradients,
     heldout_loss,
     learning_rate,
@@ -55,7 +54,7 @@ from olmo_trainer.step import (
 
 PROMPT = "def "
 
-__all__ = ["NonFiniteGradient", "Outcome", "train"]
+__all__ = ["NonFiniteGradientError", "Outcome", "train"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def train(config: TrainerConfig, *, resume: Manifest | None, console: Console) -
 
     Raises:
         ValueError: Data or checkpoint do not fit the configuration; before any process group.
-        NonFiniteGradient: A step's gradient is not finite. The last checkpoint stands.
+        NonFiniteGradientError: A step's gradient is not finite. The last checkpoint stands.
     """
     device = pick_device(config)
     data = open_data(config)
@@ -144,10 +143,11 @@ class _Run:
                 if is_last or _due(step, config.run.heldout_every):
                     heldout = self._hold_out(step, log)
                     record = replace(record, heldout_loss=heldout)
-                if is_last or _due(step, config.run.save_every):
-                    saved = self._save(step)
+                # The record first: a resume from this step's checkpoint will not write it again.
                 if log is not None:
                     log.write(record)
+                if is_last or _due(step, config.run.save_every):
+                    saved = self._save(step)
                 progress.update(record)
         if log is not None:
             log.close()
@@ -252,6 +252,9 @@ class _Run:
 
     def _conclude(self, step: int, heldout: float, saved: Path) -> Path:
         """Print what a person wants to know at the end, and write the report."""
+        # matplotlib takes a second to import: only the rank that draws pays it, at the end.
+        from olmo_trainer.report import write_report
+
         bits, sample = bits_per_byte(heldout), ""
         self.console.print(
             f"\nheld-out loss {heldout:.4f} nats a byte, {bits:.4f} bits a byte", highlight=False
@@ -352,4 +355,3 @@ def _due(step: int, every: int) -> bool:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0
-

@@ -26,6 +26,7 @@ def open_data(config: TrainerConfig) -> TrainData:
     needed = loaded.tokenizer.vocab_size
     if config.model.vocab_size < needed:
         raise ValueError(
-            f"model.vocab_size ({config.model.vocab_size}) must be at least the tokenizer's {needed}"
+            f"model.vocab_size ({config.model.vocab_size}) must be at least the "
+            f"tokenizer's ({needed})"
         )
     return loaded

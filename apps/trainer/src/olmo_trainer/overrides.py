@@ -45,7 +45,7 @@ def parse_config(tree: dict[str, Any]) -> TrainerConfig:
 def _split(setting: str) -> tuple[str, Any]:
     key, separator, text = setting.partition("=")
     if not separator or not key:
-        raise ConfigError(f"--set needs KEY=VALUE, got {setting!r}; for example --set batch.sequences=8")
+        raise ConfigError(f"--set needs KEY=VALUE, got {setting!r}; as in --set batch.sequences=8")
     try:
         return key, json.loads(text)
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""Recipes: functions that return a whole configuration. `RECIPES` is what the command line knows."""
+"""Recipes: functions that return a whole configuration. The command line knows `RECIPES`."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ def toy_mxfp8() -> TrainerConfig:
 
 
 def nano() -> TrainerConfig:
-    """A model of a few thousand parameters and ten steps: to try a layout or a change in seconds."""
+    """A tiny model and ten steps: to try a layout or a change in seconds."""
     return TrainerConfig(
         name="nano",
         steps=10,

@@ -1,6 +1,7 @@
-"""Parameter counts and resident bytes of a configuration, by formula (report, sections 4.3 and 14-D).
+"""Parameter counts and resident bytes of a configuration, by formula.
 
-No torch: `--dry-run` and `inspect` answer at once. A test holds the counts equal to the built model.
+The formulas are those of the Olmo-core 3 report, sections 4.3 and 14. No torch: `--dry-run` and
+`inspect` answer at once. A test holds the counts equal to the built model.
 """
 
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
 
 
 def head_cost_in_layers(model: ModelConfig) -> float:
-    """Return the head's products over those of an average layer, for dividing layers into stages."""
+    """Return the head's products over those of an average layer, to divide layers by."""
     counts = count_parameters(model)
     layers = sum(counts.dense) + counts.num_moe_layers * counts.top_k * counts.expert
     return counts.head / (layers / model.num_layers)
@@ -74,8 +75,8 @@ def head_cost_in_layers(model: ModelConfig) -> float:
 def bytes_per_rank(config: TrainerConfig, *, weights: str) -> float:
     """Return the resident bytes of the fullest rank, for weights in `weights` ("fp32" or "bf16").
 
-    Dense parameters cost `weight + 4 + 12/D` bytes, experts `(weight + 4)/M_E + 12/D`: the report's
-    `6 + 12/D` and `6/M_E + 12/D` in BF16. Activations and communication buffers are not counted.
+    Dense parameters cost `weight + 4 + 12/D` bytes, experts `(weight + 4)/M_E + 12/D`: in BF16 the
+    report's `6 + 12/D` and `6/M_E + 12/D`. Activations and communication buffers are not counted.
     """
     counts, layout = count_parameters(config.model), config.layout
     data = layout.data or 1

@@ -5,7 +5,7 @@ batch, so a plain sum over microbatches, data ranks and stages is the step's mea
 accumulation or padding changes what a coefficient means.
 
     loss      = sum of cross entropies / loss tokens of the global batch
-    auxiliary = sum over routed layers of (c_b L_b + c_z L_z) * real tokens here / real tokens in all
+    auxiliary = sum over routed layers of (c_b L_b + c_z L_z) * real tokens here / in all
 """
 
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ from olmo_trainer.data import Batch
 from olmo_trainer.stage import Microbatch
 
 
-class NonFiniteGradient(RuntimeError):
+class NonFiniteGradientError(RuntimeError):
     """The gradient norm of a step is NaN or infinite; nothing was updated."""
 
 
@@ -94,7 +94,7 @@ def update(assembly: Assembly, step: int, rate: float) -> float:
     """Clip, move the selection biases, step the optimizer; return the norm before clipping.
 
     Raises:
-        NonFiniteGradient: On every rank alike, before anything is changed.
+        NonFiniteGradientError: On every rank alike, before anything is changed.
     """
     norm = float(
         clip_grad_norm(
@@ -105,7 +105,7 @@ def update(assembly: Assembly, step: int, rate: float) -> float:
         )
     )
     if not math.isfinite(norm):
-        raise NonFiniteGradient(
+        raise NonFiniteGradientError(
             f"step {step + 1}: the gradient norm is {norm}; nothing was updated. Lower "
             "optimizer.learning_rate or look at the data of this step."
         )

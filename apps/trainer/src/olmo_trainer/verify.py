@@ -98,16 +98,9 @@ def verify(
         case_config(config, Case(layout, accumulation, SCENARIOS[0]))
     batch = open_data(config).global_batch(0)
     scenarios = {name: make_scenario(batch, name, pad_id=0) for name in SCENARIOS}
-    references = {
-        name: result
-        for name, result in zip(
-            SCENARIOS,
-            run_local_ranks(
-                measure_cases, 1, config, [Case((1, 1, 1), 1, name) for name in SCENARIOS], scenarios
-            )[0],
-            strict=True,
-        )
-    }
+    alone = [Case((1, 1, 1), 1, name) for name in SCENARIOS]
+    measured = run_local_ranks(measure_cases, 1, config, alone, scenarios)[0]
+    references = dict(zip(SCENARIOS, measured, strict=True))
     verdicts = []
     for layout in layouts:
         cases = [Case(layout, a, s) for a in accumulations for s in SCENARIOS]
@@ -212,9 +205,7 @@ def measure(config: TrainerConfig, batch: Batch) -> Measured:
 def split_batch(batch: Batch, parts: int) -> list[Batch]:
     """Cut a batch into `parts` batches of as many sequences each."""
     columns = (batch.tokens_BS, batch.targets_BS, batch.mask_BS)
-    return [
-        Batch(*each) for each in zip(*(column.chunk(parts) for column in columns), strict=True)
-    ]
+    return [Batch(*each) for each in zip(*(column.chunk(parts) for column in columns), strict=True)]
 
 
 def gather_gradients(assembly: Assembly) -> dict[str, torch.Tensor]:
@@ -241,7 +232,9 @@ def compare(case: Case, measured: Measured, reference: Measured) -> Verdict:
             faults.append(f"gradient of {name}: ratio {ratios[name]:.4f}")
     worst = max(deviations, key=lambda name: deviations[name])
     flat = [
-        torch.cat([each.auxiliary_gradients[name].flatten() for name in sorted(reference.gradients)])
+        torch.cat(
+            [each.auxiliary_gradients[name].flatten() for name in sorted(reference.gradients)]
+        )
         for each in (measured, reference)
     ]
     auxiliary_ratio, auxiliary_deviation = _ratio(*flat)
@@ -259,7 +252,10 @@ def compare(case: Case, measured: Measured, reference: Measured) -> Verdict:
         if not deviation <= SCALAR_TOLERANCE:
             faults.append(f"{what}: deviates by {deviation:.2e}")
     bias_deviation = max(
-        (float((measured.biases[layer] - bias).abs().max()) for layer, bias in reference.biases.items()),
+        (
+            float((measured.biases[layer] - bias).abs().max())
+            for layer, bias in reference.biases.items()
+        ),
         default=0.0,
     )
     if bias_deviation != 0:

@@ -71,7 +71,9 @@ class AllToAllDispatcher:
     also with no tokens, and must run the same backward passes. So the loss of every rank must
     depend on its result of `combine` (for a rank with nothing to learn, `0 * y.sum()` will do), and
     all ranks or none are under `torch.no_grad()`. Given that, each rank takes part in each
-    exchange, forward and backward, whatever its tokens, rows, and needs of a gradient.
+    exchange, forward and backward, whatever its tokens, rows, and needs of a gradient. Only a
+    backward pass limited to some `inputs=` leaves out what does not lead to them: there the tokens
+    of every rank must.
     """
 
     def __init__(self, *, num_experts: int, group: dist.ProcessGroup | None = None) -> None:

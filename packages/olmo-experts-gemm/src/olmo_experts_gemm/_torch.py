@@ -54,22 +54,28 @@ def _why_not_cuda(dtype: torch.dtype, device: torch.device, num_experts: int) ->
 
 def grouped_mm(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
     """Multiply each expert's rows by its weights; rows past the last offset become zero."""
-    if x_RD.numel() == 0:  # some releases fail to launch on nothing
+    if x_RD.numel() == 0 or w_EFD.numel() == 0:  # some releases fail to launch on nothing
         return x_RD.new_zeros(x_RD.shape[0], w_EFD.shape[1])
     # Either dimension of a weight may be the inner one, so the `w.mT` of a backward is not copied.
     w_EFD = w_EFD if _is_packed(w_EFD) or _is_packed(w_EFD.mT) else _copy(w_EFD)
     y_RF = _torch_grouped_mm(_packed(x_RD), w_EFD.mT, offs=offsets_E)
     rows_R = torch.arange(y_RF.shape[0], device=y_RF.device)
-    return y_RF.masked_fill_((rows_R >= offsets_E[-1])[:, None], 0)
+    return _overwrite(y_RF, (rows_R >= offsets_E[-1])[:, None])
 
 
 def grouped_outer(dy_RF: Tensor, x_RD: Tensor, offsets_E: Tensor) -> Tensor:
     """Sum the outer products of each expert's rows, (E, F, D); an expert without rows gets zero."""
-    if dy_RF.shape[0] == 0:
+    if dy_RF.numel() == 0 or x_RD.numel() == 0:
         return dy_RF.new_zeros(offsets_E.shape[0], dy_RF.shape[1], x_RD.shape[1])
     dw_EFD = _torch_grouped_mm(_packed(dy_RF).t(), _packed(x_RD), offs=offsets_E)
     counts_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))
-    return dw_EFD.masked_fill_((counts_E == 0)[:, None, None], 0)
+    return _overwrite(dw_EFD, (counts_E == 0)[:, None, None])
+
+
+def _overwrite(tensor: Tensor, where: Tensor) -> Tensor:
+    # 16 bytes an element run at the speed of a copy on an H200, 2 bytes at a third of it.
+    tensor.view(torch.complex128).masked_fill_(where, 0)
+    return tensor
 
 
 def _is_packed(tensor: Tensor) -> bool:

@@ -25,7 +25,7 @@ def quantize(
     scale_rule: ScaleRule = "rceil",
     granularity: Granularity = 32,
 ) -> MXTensor:
-    """Quantise `x` to MXFP8 along `dim`, bit for bit the same on every device.
+    """Quantise `x` to MXFP8 along `dim`, exactly.
 
     A finite block keeps every value within half a step of its element format: with `rceil` the
     error is at most `max(|x| / 16, 2^-10 scale)` for E4M3 and `max(|x| / 8, 2^-17 scale)` for E5M2.

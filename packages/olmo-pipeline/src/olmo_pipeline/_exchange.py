@@ -32,8 +32,7 @@ class Exchange:
         rows: The actions of all ranks.
         rank_of_stage: The rank that holds each stage.
         rank: This rank.
-        allocate: From a microbatch's index to an uninitialised tensor in the form of its
-        activation.
+        allocate: From a microbatch's index to an uninitialised tensor shaped like its activation.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Run a schedule: each rank performs its list of actions on its stages.
 
 A forward calls the stage function on a leaf tensor, keeps the output until the backward of the same
-microbatch, and hands a detached copy of it to the next stage. A backward of stage s computes
+microbatch, and hands it, detached, to the next stage. A backward of stage s computes
 
     torch.autograd.backward([output, auxiliary], [gradient from stage s + 1, 1])
 

@@ -85,7 +85,7 @@ def _check_places(schedule: Schedule) -> None:
                     f"{schedule.num_microbatches}."
                 )
             holder = schedule.rank_of_stage[action.stage]
-            if False:
+            if holder != rank:
                 raise ValueError(
                     f"rank {rank}: {action} must stand on rank {holder}, which holds stage "
                     f"{action.stage}."

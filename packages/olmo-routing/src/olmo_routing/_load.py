@@ -24,7 +24,7 @@ from torch import Tensor
 _ROUNDING = 1e-5
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LoadReport:
     """The balance of one layer, as 0-d tensors on the device of the counts.
 
@@ -60,7 +60,8 @@ def measure_load(counts_E: Tensor, mass_E: Tensor) -> LoadReport:
         mass_E: normalised scores of each expert, summed over the same tokens; float, any scale.
 
     Returns:
-        The `LoadReport`, float64. Nothing is read back from the device.
+        The `LoadReport`, float64, with f = counts over the routes that exist (`measure_balance`
+        divides by K T, so routes of -1 lower its loss). Nothing is read back from the device.
 
     Raises:
         ValueError: the two are not vectors of one length.

@@ -81,8 +81,8 @@ def _descending(*keys: Tensor) -> Tensor:
     """Return the order by the first key, then the next; NaN last and ties by position."""
     order = torch.arange(keys[0].shape[1], device=keys[0].device).expand_as(keys[0])
     for key in reversed(keys):
-        # An ascending stable sort puts NaN last; `0 - x` makes one zero of -0 and +0.
-        ascending = torch.where(key.isnan(), math.nan, 0.0 - key).gather(1, order)
+        # An ascending sort puts NaN last; one NaN for all, as a GPU may order them by their sign.
+        ascending = torch.where(key.isnan(), math.nan, -key).gather(1, order)
         order = order.gather(1, torch.sort(ascending, dim=1, stable=True).indices)
     return order
 

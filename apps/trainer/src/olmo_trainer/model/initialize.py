@@ -33,7 +33,9 @@ def initialize(module: nn.Module, seed: int, *, first_expert: int = 0) -> None:
         with torch.no_grad():
             if name in stacks:
                 for local, expert in enumerate(parameter):
-                    _normal(expert, f"{name}[{first_expert + local}]", seed, expert.shape[-1] ** -0.5)
+                    _normal(
+                        expert, f"{name}[{first_expert + local}]", seed, expert.shape[-1] ** -0.5
+                    )
             elif parameter.ndim == 1:
                 parameter.fill_(1.0)
             else:

@@ -1,0 +1,141 @@
+"""A run's records as arrays, and the sums over windows of steps that its pictures show.
+
+Balance honesty of an MoE layer, from its shares of routes `f` and mean gate probability `P` over E
+experts, is the slope of `P` on `f`:
+
+    honesty = cov(f, P) / var(f)        1 honest, 0 blind, below 0 gerrymandered
+
+The balance loss `E * sum f P` equals `1 + E^2 cov(f, P)`, so it sees imbalance only as far as the
+layer is honest; below 0 it pays for imbalance. Near perfect balance `var(f)` vanishes and the
+slope of one step is noise: a curve pools a window of steps, `sum cov / sum var`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from olmo_trainer.metrics import HeldoutRecord, Record, StepRecord, record_from_dict
+
+MAX_LAYERS = 6  # drawn; a table lists them all
+
+
+@dataclass(frozen=True, slots=True)
+class RunHistory:
+    """The records as arrays: n steps, L MoE layers, E experts a layer; NaN where not finite."""
+
+    steps: np.ndarray  # (n,)
+    values: dict[str, np.ndarray]  # each (n,)
+    counts: np.ndarray  # (n, L, E)
+    imbalance: np.ndarray  # (n, L)
+    honesty: np.ndarray  # (n, L)
+    entropy_deficit: np.ndarray  # (n, L)
+    heldout: np.ndarray  # (m, 2): step, loss
+    not_finite: int
+    names: list[str]  # of the L layers
+
+    @property
+    def end(self) -> slice:
+        """The last tenth of the steps, at least one: what "at the end" means in the report."""
+        return slice(len(self.steps) - max(1, len(self.steps) // 10), None)
+
+    @property
+    def drawn(self) -> list[int]:
+        """The layers in pictures, in depth order: dead experts first, then the worst load."""
+        dead = self.dead_at_end
+        load = np.nan_to_num(finite_mean(self.imbalance[self.end]))
+        return sorted(np.lexsort((-load, -dead))[:MAX_LAYERS].tolist())
+
+    @property
+    def dead_at_end(self) -> np.ndarray:
+        """Experts a layer that got no route over the last tenth of the steps, (L,)."""
+        return (self.counts[self.end].sum(0) == 0).sum(-1)
+
+    def pooled_honesty(self, window: int) -> np.ndarray:
+        """Honesty over a window of steps, sum cov / sum var; NaN where the load never varied."""
+        share = self.counts / np.maximum(self.counts.sum(-1, keepdims=True), 1)
+        variance = np.where(np.isfinite(self.honesty), share.var(-1), 0.0)
+        covariance = np.nan_to_num(self.honesty) * variance
+        total = _windowed(variance, np.ones(window))
+        flat = total <= 1e-18  # one route too many of ten million gives more
+        pooled = _windowed(covariance, np.ones(window)) / np.where(flat, 1.0, total)
+        return np.where(flat, np.nan, pooled)
+
+
+def gather_history(
+    records: Sequence[Record | Mapping[str, Any]], layer_names: Sequence[str] | None
+) -> RunHistory:
+    """Turn records, in order of steps, into arrays.
+
+    Raises:
+        ValueError: Records differ in layers or experts, or `layer_names` in number from the layers.
+    """
+    made = [record_from_dict(r) if isinstance(r, Mapping) else r for r in records]
+    steps = [record for record in made if isinstance(record, StepRecord)]
+    shapes = {tuple(len(counts) for counts in record.expert_counts) for record in steps}
+    if len(shapes) > 1 or any(len(set(shape)) > 1 for shape in shapes):
+        raise ValueError(
+            "All records must have the same MoE layers with the same number of experts, "
+            f"got expert counts of shapes {sorted(shapes)}."
+        )
+    shape = shapes.pop() if shapes else ()
+    if layer_names is None:
+        layer_names = [f"MoE layer {layer + 1}" for layer in range(len(shape))]
+    names = list(layer_names)
+    if steps and len(names) != len(shape):
+        raise ValueError(
+            f"`layer_names` must have one name per MoE layer ({len(shape)}), got {len(names)}."
+        )
+    heldout = {r.step: r.heldout_loss for r in steps if r.heldout_loss is not None}
+    heldout |= {r.step: r.loss for r in made if isinstance(r, HeldoutRecord)}
+    curves = ("loss", "learning_rate", "grad_norm", "tokens_per_second")
+    values = {name: np.array([getattr(r, name) for r in steps], float) for name in curves}
+    layers = {
+        name: np.array([getattr(r, name) for r in steps], float).reshape(len(steps), len(shape))
+        for name in ("imbalance", "honesty", "entropy_deficit")
+    }
+    heldout_rows = np.array(sorted(heldout.items()), float).reshape(-1, 2)
+    # Honesty has no value in a perfectly balanced step: that is no fault to count.
+    arrays = [*values.values(), layers["imbalance"], layers["entropy_deficit"], heldout_rows]
+    return RunHistory(
+        steps=np.array([r.step for r in steps], float),
+        values={name: _finite(array) for name, array in values.items()},
+        counts=np.array([r.expert_counts for r in steps], float).reshape(
+            len(steps), len(shape), shape[0] if shape else 0
+        ),
+        imbalance=_finite(layers["imbalance"]),
+        honesty=_finite(layers["honesty"]),
+        entropy_deficit=_finite(layers["entropy_deficit"]),
+        heldout=_finite(heldout_rows),
+        not_finite=int(sum(np.sum(~np.isfinite(array)) for array in arrays)),
+        names=names,
+    )
+
+
+def _finite(array: np.ndarray) -> np.ndarray:
+    """Put NaN for what no axis can show, infinities and magnitudes above 1e30."""
+    return np.where(np.abs(array) < 1e30, array, np.nan)
+
+
+def _windowed(array: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+    """Weighted sum over a window centred on each entry of axis 0, cut off at both ends."""
+    return np.apply_along_axis(np.convolve, 0, array, kernel, "same")
+
+
+def smooth(array: np.ndarray, window: int) -> np.ndarray:
+    """Triangular mean along axis 0, `window` wide at half its height; NaN where the entry is."""
+    number = np.isfinite(array)
+    kernel = np.bartlett(2 * window + 1)[1:-1]
+    weight = _windowed(number.astype(float), kernel)
+    mean = _windowed(np.where(number, array, 0.0), kernel) / np.where(number, weight, 1.0)
+    return np.where(number, mean, np.nan)
+
+
+def finite_mean(array: np.ndarray) -> np.ndarray:
+    """Mean over axis 0 of what is a number; NaN where nothing is."""
+    number = np.isfinite(array)
+    count = number.sum(0)
+    return np.where(count > 0, np.where(number, array, 0.0).sum(0) / np.maximum(count, 1), np.nan)
