@@ -119,8 +119,9 @@ def _serve(connection: Connection) -> None:
 
     torch.set_num_threads(1)
     while True:
-        path, name, arguments, rank, world, store = pickle.loads(connection.recv_bytes())
+        call = connection.recv_bytes()
         try:
+            path, name, arguments, rank, world, store = pickle.loads(call)
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=world
             )

@@ -49,11 +49,9 @@ class Assembly:
     def selection_biases(self) -> dict[int, SelectionBias]:
         """The selection bias of each routed layer held here, by global layer index."""
         return {
-            int(index): layer.router.selection_bias
+            layer: bias
             for stage in self.stages.values()
-            for index, block in stage.part.layers.items()
-            if isinstance(layer := block.feed_forward, MoE)
-            and layer.router.selection_bias is not None
+            for layer, bias in stage.part.selection_biases.items()
         }
 
 

@@ -7,7 +7,7 @@ are all that matters, so the layouts that saved and load may differ. The file fo
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,20 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from olmo_distopt import FlatShard
-from torch import nn
+from olmo_routing import SelectionBias
 
 from olmo_trainer.build import Assembly
 from olmo_trainer.checkpoint import CheckpointError, Manifest, checkpoint_path, write_manifest
+from olmo_trainer.model.transformer import Transformer
 
 
 def state_of(assembly: Assembly) -> dict[str, Any]:
     """Return the live state by global name: optimizer state and selection biases, no copies."""
-    return {**assembly.optimizer.state_dict(), **_biases(assembly)}
+    return {**assembly.optimizer.state_dict(), **_bias_shards(assembly.selection_biases)}
 
 
-def _biases(assembly: Assembly) -> dict[str, Any]:
-    return {
-        f"selection_bias.{layer}": FlatShard(bias.bias_E)
-        for layer, bias in assembly.selection_biases.items()
-    }
+def _bias_shards(biases: Mapping[int, SelectionBias]) -> dict[str, Any]:
+    return {f"selection_bias.{layer}": FlatShard(bias.bias_E) for layer, bias in biases.items()}
 
 
 def save_checkpoint(
@@ -81,17 +79,18 @@ def load_checkpoint(assembly: Assembly, manifest: Manifest) -> None:
                 f"{manifest.path}: tensor {name} has {_elements(there)} there and "
                 f"{_elements(here)} here"
             )
-    state = {**assembly.optimizer.start_loading(), **_biases(assembly)}
+    state = {**assembly.optimizer.start_loading(), **_bias_shards(assembly.selection_biases)}
     with _quiet_alone():
         dcp.load(state, checkpoint_id=manifest.path, no_dist=assembly.mesh.world_group is None)
     assembly.optimizer.finish_loading()
 
 
-def load_weights(module: nn.Module, manifest: Manifest) -> None:
-    """Load the FP32 main weights of a whole, unsharded model in this process alone."""
+def load_model_state(model: Transformer, manifest: Manifest) -> None:
+    """Load weights and selection biases into a whole, unsharded FP32 model, in this process alone."""
     state: dict[str, Any] = {
-        f"main.{name}": FlatShard(parameter.data) for name, parameter in module.named_parameters()
+        f"main.{name}": FlatShard(parameter.data) for name, parameter in model.named_parameters()
     }
+    state |= _bias_shards(model.selection_biases)
     with _quiet_alone():
         dcp.load(state, checkpoint_id=manifest.path, no_dist=True)
 

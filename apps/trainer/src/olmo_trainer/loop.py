@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -35,6 +35,7 @@ from olmo_trainer.mesh import Mesh
 from olmo_trainer.metrics import (
     HeldoutRecord,
     MetricsLog,
+    Record,
     RunHeader,
     StepRecord,
     bits_per_byte,
@@ -110,78 +111,83 @@ class _Run:
         self.data = data
         self.folder = folder
         self.console = console
+        self.log: MetricsLog | None = None
         self.versions = _versions(mesh)
         self.assembly: Assembly = assemble(config, mesh)
 
     def train(self, resume: Manifest | None) -> Outcome:
         """Train from the start or from `resume` to the last step, or until asked to stop."""
-        config, mesh = self.config, self.mesh
-        step = 0
+        first = 0
         if resume is not None:
             load_checkpoint(self.assembly, resume)
-            step = resume.step
-        log = MetricsLog(self.folder / "metrics.jsonl", resume_step=step) if mesh.is_main else None
-        self._announce(step)
-        progress = Progress(
-            config.steps,
-            start_step=step,
-            log_every=config.run.log_every,
-            console=self.console,
-            enabled=mesh.is_main,
-        )
-        saved, heldout, stopping = resume.path if resume else None, float("nan"), False
-        with progress, _stop_requests() as stop:
-            if log is not None:
-                log.write(RunHeader(step=step, info=self._header()))
-            if step == 0:
-                heldout = self._hold_out(0, log)
-                progress.say(f"before training: held-out {heldout:.4f} nats a byte")
-            while step < config.steps and not stopping:
-                record, stopping = self._step(step, stop)
-                step += 1
-                is_last = step == config.steps or stopping
-                if is_last or _due(step, config.run.heldout_every):
-                    heldout = self._hold_out(step, log)
-                    record = replace(record, heldout_loss=heldout)
-                # The record first: a resume from this step's checkpoint will not write it again.
-                if log is not None:
-                    log.write(record)
-                if is_last or _due(step, config.run.save_every):
-                    saved = self._save(step)
-                progress.update(record)
-        if log is not None:
-            log.close()
-        assert saved is not None, "the last step always saves"
-        report = self._conclude(step, heldout, saved) if mesh.is_main else None
-        mesh.barrier()
+            first = resume.step
+        self._announce(first)
+        with ExitStack() as stack:
+            if self.mesh.is_main:
+                path = self.folder / "metrics.jsonl"
+                self.log = stack.enter_context(MetricsLog(path, resume_step=first))
+            step, heldout, saved = self._train_steps(first)
+        report = self._conclude(step, heldout, saved) if self.mesh.is_main else None
+        self.mesh.barrier()
         return Outcome(
             step=step,
-            finished=step == config.steps,
+            finished=step == self.config.steps,
             heldout_loss=heldout,
             checkpoint=saved,
             report=report,
         )
 
+    def _train_steps(self, first: int) -> tuple[int, float, Path]:
+        """Run the steps after `first`; return steps done, held-out loss and checkpoint."""
+        run, num_steps = self.config.run, self.config.steps
+        progress = Progress(
+            num_steps,
+            start_step=first,
+            log_every=run.log_every,
+            console=self.console,
+            enabled=self.mesh.is_main,
+        )
+        with progress, _stop_requests() as stop:
+            self._write(RunHeader(step=first, info=self._header()))
+            if first == 0:
+                progress.say(f"before training: held-out {self._hold_out(0):.4f} nats a byte")
+            for step in range(first + 1, num_steps + 1):
+                record, stopping = self._step(step, stop)
+                is_last = stopping or step == num_steps
+                if is_last or _due(step, run.heldout_every):
+                    record = replace(record, heldout_loss=self._hold_out(step))
+                # The record first: a resume from this step's checkpoint will not write it again.
+                self._write(record)
+                saved = self._save(step) if is_last or _due(step, run.save_every) else None
+                progress.update(record)
+                if is_last and record.heldout_loss is not None and saved is not None:
+                    return step, record.heldout_loss, saved
+        raise AssertionError(f"no step to run after step {first} of {num_steps}")
+
+    def _write(self, record: Record) -> None:
+        if self.log is not None:
+            self.log.write(record)
+
     def _step(self, step: int, stop: threading.Event) -> tuple[StepRecord, bool]:
-        """Train on global batch `step`; return its record and whether a rank wants to stop."""
+        """Do step `step`, from 1; return its record and whether a rank wants to stop."""
         assembly, mesh, config = self.assembly, self.mesh, self.config
         began = time.perf_counter()
         batches = [
             batch.to(mesh.device, non_blocking=True)
             for batch in self.data.microbatches(
-                step,
+                step - 1,
                 num_replicas=mesh.num_data,
                 replica=mesh.data,
                 accumulation=config.batch.accumulation,
             )
         ]
         accumulate_gradients(assembly, batches, stop=stop.is_set())
-        rate = learning_rate(config.optimizer, step, config.steps)
+        rate = learning_rate(config.optimizer, step - 1, config.steps)
         norm = update(assembly, step, rate)
         totals, layers = assembly.statistics.totals(), assembly.statistics.layers()
         seconds = time.perf_counter() - began
         record = StepRecord(
-            step=step + 1,
+            step=step,
             loss=totals.loss,
             balance_loss=_mean([layer.balance_loss for layer in layers]),
             auxiliary_loss=totals.auxiliary_loss,
@@ -200,7 +206,7 @@ class _Run:
         )
         return record, totals.stop
 
-    def _hold_out(self, step: int, log: MetricsLog | None) -> float:
+    def _hold_out(self, step: int) -> float:
         """Return the held-out loss; training is left bitwise as it was."""
         began, mesh, config = time.perf_counter(), self.mesh, self.config
         per_rank = config.batch.sequences // (mesh.num_data * config.batch.accumulation)
@@ -214,9 +220,8 @@ class _Run:
             )
         ]
         loss, tokens = heldout_loss(self.assembly, batches)
-        if log is not None:
-            seconds = time.perf_counter() - began
-            log.write(HeldoutRecord(step=step, loss=loss, tokens=tokens, seconds=seconds))
+        seconds = time.perf_counter() - began
+        self._write(HeldoutRecord(step=step, loss=loss, tokens=tokens, seconds=seconds))
         return loss
 
     def _save(self, step: int) -> Path:

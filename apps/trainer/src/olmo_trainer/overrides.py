@@ -61,7 +61,7 @@ def _set_kind(tree: dict[str, Any], key: str, value: Any) -> None:
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     node, leaf = _parent(tree, key), key.rpartition(".")[2]
-    # A strategy just switched to has its fields filled in by validation, which also names wrong ones.
+    # The fields of a strategy just switched to are filled in, and wrong ones named, later.
     if leaf not in node and "kind" not in node:
         raise _unknown(key, tree)
     if isinstance(node.get(leaf), dict):

@@ -184,8 +184,8 @@ def _expert_sections(history: RunHistory) -> list[str]:
         pictures.draw_honesty,
         "honesty",
         f"Balance honesty{pictures.smoothing_note(history, 'pooled')}. At 1 gate probability "
-        "follows the load and the balance loss sees imbalance in full; at 0 it is blind to it; below 0 "
-        "(shaded) it pays for imbalance: the experts are gerrymandered.",
+        "follows the load and the balance loss sees imbalance in full; at 0 it is blind to it; "
+        "below 0 (shaded) it pays for imbalance: the experts are gerrymandered.",
         history,
     )
     imbalance = pictures.picture(

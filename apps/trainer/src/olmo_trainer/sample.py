@@ -8,7 +8,7 @@ from olmo_ep_comm import create_dispatcher
 
 from olmo_trainer.build import build_part
 from olmo_trainer.checkpoint import Manifest
-from olmo_trainer.checkpoint_tensors import load_weights
+from olmo_trainer.checkpoint_tensors import load_model_state
 from olmo_trainer.data import ByteTokenizer
 from olmo_trainer.model.transformer import Transformer
 
@@ -18,7 +18,7 @@ def load_model(manifest: Manifest) -> Transformer:
     config = manifest.config
     dispatcher = create_dispatcher("local", num_experts=config.model.moe.num_experts)
     model = build_part(config, range(config.model.num_layers), dispatcher, num_expert_ranks=1)
-    load_weights(model, manifest)
+    load_model_state(model, manifest)
     return model.eval()
 
 

@@ -93,6 +93,8 @@ def update_biases(assembly: Assembly) -> None:
 def update(assembly: Assembly, step: int, rate: float) -> float:
     """Clip, move the selection biases, step the optimizer; return the norm before clipping.
 
+    `step`, from 1, is for the message.
+
     Raises:
         NonFiniteGradientError: On every rank alike, before anything is changed.
     """
@@ -106,7 +108,7 @@ def update(assembly: Assembly, step: int, rate: float) -> float:
     )
     if not math.isfinite(norm):
         raise NonFiniteGradientError(
-            f"step {step + 1}: the gradient norm is {norm}; nothing was updated. Lower "
+            f"step {step}: the gradient norm is {norm}; nothing was updated. Lower "
             "optimizer.learning_rate or look at the data of this step."
         )
     update_biases(assembly)

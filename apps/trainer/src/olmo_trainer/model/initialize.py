@@ -16,7 +16,8 @@ from olmo_trainer.model.moe import MoE
 def initialize(module: nn.Module, seed: int, *, first_expert: int = 0) -> None:
     """Fill every parameter of `module`.
 
-    Matrices are normal with deviation `fan_in ** -0.5`, the embedding with 1, norms are 1.
+    Matrices are normal with deviation `fan_in ** -0.5`, the embedding with 1, norms are 1. The head
+    has `1 / fan_in`: first logits near zero, a first loss near the logarithm of the vocabulary.
 
     Args:
         module: A model part with global parameter names.
@@ -39,8 +40,13 @@ def initialize(module: nn.Module, seed: int, *, first_expert: int = 0) -> None:
             elif parameter.ndim == 1:
                 parameter.fill_(1.0)
             else:
-                deviation = 1.0 if name == "embedding.weight" else parameter.shape[-1] ** -0.5
-                _normal(parameter, name, seed, deviation)
+                _normal(parameter, name, seed, _deviation(name, parameter.shape[-1]))
+
+
+def _deviation(name: str, fan_in: int) -> float:
+    if name == "embedding.weight":
+        return 1.0
+    return 1.0 / fan_in if name == "head.weight" else fan_in**-0.5
 
 
 def _normal(tensor: torch.Tensor, name: str, seed: int, deviation: float) -> None:

@@ -7,11 +7,12 @@ checkpoint and an initialisation know a tensor by its name alone.
 from collections.abc import Callable
 
 import torch
-from olmo_routing import Routing
+from olmo_routing import Routing, SelectionBias
 from torch import nn
 
 from olmo_trainer.config import ModelConfig
 from olmo_trainer.model.block import Block
+from olmo_trainer.model.moe import MoE
 
 
 class Transformer(nn.Module):
@@ -29,6 +30,17 @@ class Transformer(nn.Module):
         if self.is_last:
             self.final_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
             self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+
+    @property
+    def selection_biases(self) -> dict[int, SelectionBias]:
+        """The selection bias of each routed layer held here, by global layer index."""
+        return {
+            int(index): bias
+            for index, block in self.layers.items()
+            if isinstance(block, Block)
+            and isinstance(layer := block.feed_forward, MoE)
+            and (bias := layer.router.selection_bias) is not None
+        }
 
     def forward(
         self, x: torch.Tensor, mask_BS: torch.Tensor
