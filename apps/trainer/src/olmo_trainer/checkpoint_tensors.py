@@ -86,7 +86,7 @@ def load_checkpoint(assembly: Assembly, manifest: Manifest) -> None:
 
 
 def load_model_state(model: Transformer, manifest: Manifest) -> None:
-    """Load weights and selection biases into a whole, unsharded FP32 model, in this process alone."""
+    """Load weights and selection biases into a whole FP32 model, in this process alone."""
     state: dict[str, Any] = {
         f"main.{name}": FlatShard(parameter.data) for name, parameter in model.named_parameters()
     }
