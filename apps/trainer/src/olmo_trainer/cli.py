@@ -141,8 +141,10 @@ def _verify(options: argparse.Namespace) -> int:
     from olmo_trainer.describe import print_verdicts
     from olmo_trainer.verify import verify
 
-    verdicts = verify(config)
-    print_verdicts(verdicts, Console())
+    console = Console()
+    with console.status("comparing layouts with one process"):
+        verdicts = verify(config)
+    print_verdicts(verdicts, console)
     return 1 if any(verdict.faults for verdict in verdicts) else 0
 
 

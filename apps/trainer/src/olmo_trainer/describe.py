@@ -88,8 +88,8 @@ def print_recipes(console: Console) -> None:
 def print_verdicts(verdicts: "Sequence[Verdict]", console: Console) -> None:
     """Print each layout beside the one-process run, and what differs."""
     table = Table(
-        *("data", "expert", "pipe", "accum", "batch", "loss", "gradient ratios", "norm"),
-        *("aux grad", "bias", "counts", "verdict"),
+        *("data", "expert", "pipe", "accum", "batch", "loss", "gradient ratios", "distance"),
+        *("norm", "aux grad", "bias", "counts", "verdict"),
         box=None,
         pad_edge=False,
     )
@@ -101,6 +101,7 @@ def print_verdicts(verdicts: "Sequence[Verdict]", console: Console) -> None:
             each.case.scenario,
             f"{each.loss:.6f}",
             f"{min(ratios):.5f}..{max(ratios):.5f}",
+            f"{each.gradient_deviation:.0e}",
             f"{each.norm_ratio:.6f}",
             f"{each.auxiliary_ratio:.5f}",
             "equal" if each.bias_deviation == 0 else f"{each.bias_deviation:.1e}",

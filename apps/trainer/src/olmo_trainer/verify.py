@@ -74,7 +74,7 @@ class Verdict:
     loss: float
     loss_deviation: float
     ratios: dict[str, float]
-    worst_gradient: tuple[str, float]
+    gradient_deviation: float
     norm_ratio: float
     auxiliary_ratio: float
     bias_deviation: float
@@ -230,7 +230,6 @@ def compare(case: Case, measured: Measured, reference: Measured) -> Verdict:
         ratios[name], deviations[name] = _ratio(measured.gradients[name], reference.gradients[name])
         if not deviations[name] <= GRADIENT_TOLERANCE:
             faults.append(f"gradient of {name}: ratio {ratios[name]:.4f}")
-    worst = max(deviations, key=lambda name: deviations[name])
     flat = [
         torch.cat(
             [each.auxiliary_gradients[name].flatten() for name in sorted(reference.gradients)]
@@ -268,7 +267,7 @@ def compare(case: Case, measured: Measured, reference: Measured) -> Verdict:
         loss=measured.loss,
         loss_deviation=loss_deviation,
         ratios=ratios,
-        worst_gradient=(worst, ratios[worst]),
+        gradient_deviation=max(deviations.values()),
         norm_ratio=norm_ratio,
         auxiliary_ratio=auxiliary_ratio,
         bias_deviation=bias_deviation,
