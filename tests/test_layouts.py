@@ -136,15 +136,21 @@ def test_scenarios_hurt_as_they_say():
     assert ((ragged.targets_BS >= 0) <= ragged.mask_BS).all()
 
 
-def _fail(rank_to_fail: int) -> None:
-    import torch.distributed as dist
-
-    if dist.get_rank() == rank_to_fail:
-        raise ValueError("planted")
-    dist.barrier()
-
-
 @pytest.mark.dist
-def test_a_failing_rank_is_reported_and_nobody_hangs():
-    with pytest.raises(RuntimeError, match=r"local rank 1 failed:(.|\n)*planted"):
-        run_local_ranks(_fail, 2, 1)
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raise ValueError('planted')", r"local rank 1 failed: (.|\n)*ValueError: planted"),
+        ("import os; os._exit(3)", "local rank 1 failed: died without an answer"),
+    ],
+)
+def test_a_failing_rank_is_reported_and_nobody_hangs(fault, message):
+    # `exec` is a function that every process can import.
+    code = f"import torch.distributed as d\nif d.get_rank() == 1: {fault}\nd.barrier()"
+    with pytest.raises(RuntimeError, match=message):
+        run_local_ranks(exec, 2, code)
+
+
+def test_a_silent_rank_is_named():
+    with pytest.raises(RuntimeError, match=r"local ranks \[0\] did not answer within 0.5 s"):
+        run_local_ranks(exec, 1, "import time; time.sleep(60)", timeout=0.5)

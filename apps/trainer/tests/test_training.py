@@ -11,9 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from olmo_trainer import loop
+from olmo_trainer import checkpoint_tensors, loop
 from olmo_trainer.build import assemble
-from olmo_trainer.checkpoint import CheckpointError, find_checkpoint, read_manifest
+from olmo_trainer.checkpoint import (
+    CheckpointError,
+    discard_leftovers,
+    find_checkpoint,
+    read_manifest,
+)
 from olmo_trainer.checkpoint_tensors import load_checkpoint, state_of
 from olmo_trainer.config import AdamWConfig
 from olmo_trainer.mesh import create_mesh
@@ -22,6 +27,7 @@ from olmo_trainer.open_data import open_data
 from olmo_trainer.sample import continue_text, load_model
 from olmo_trainer.step import NonFiniteGradientError, accumulate_gradients, learning_rate
 from rich.console import Console
+from torch.distributed.checkpoint.api import CheckpointException
 
 CPU = torch.device("cpu")
 # The tests read checkpoints with torch alone, which warns that it is alone.
@@ -316,3 +322,62 @@ def test_learning_rate_schedule():
     assert rates[4] == 1.0
     assert rates[-1] == pytest.approx(0.1)
     assert all(later <= earlier for earlier, later in pairwise(rates[3:]))
+
+
+def test_a_used_folder_is_not_overwritten(make_config, tmp_path):
+    config = make_config("steps=1")
+    _train(config)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"run.folder = .* already holds a run; continue it with"):
+        _train(config)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+class _KilledError(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step again"])
+@pytest.mark.parametrize("point", range(6))
+def test_a_kill_at_any_point_of_a_save_loses_nothing_saved(
+    make_config, tmp_path, monkeypatch, point, again
+):
+    config = make_config("steps=3")
+    assembly = assemble(config, create_mesh(config.layout, CPU))
+    run = tmp_path / "run"
+
+    def save(step: int) -> Path:
+        return checkpoint_tensors.save_checkpoint(
+            assembly, run, step, data_fingerprint="", versions={}
+        )
+
+    first, second = save(1), save(2)
+    with monkeypatch.context() as patch:
+        calls = 0
+
+        def fragile(function):
+            def call(*arguments, **options):
+                nonlocal calls
+                calls += 1
+                if calls > point:
+                    raise _KilledError
+                return function(*arguments, **options)
+
+            return call
+
+        patch.setattr(checkpoint_tensors.dcp, "save", fragile(dcp.save))
+        for name in ("write_manifest", "_make_durable", "_sync"):
+            patch.setattr(checkpoint_tensors, name, fragile(getattr(checkpoint_tensors, name)))
+        patch.setattr(Path, "rename", fragile(Path.rename))
+        # torch wraps what happens inside its own save.
+        with pytest.raises((_KilledError, CheckpointException)):
+            save(2 if again else 3)
+    discard_leftovers(run)
+    newest = find_checkpoint(run)
+    assert newest >= second
+    for whole in {first, second, newest}:
+        load_checkpoint(assembly, read_manifest(whole))
+    assert not [each for each in (run / "checkpoints").iterdir() if each.suffix]
+    assert find_checkpoint(run) == newest
+    third = save(3)
+    assert find_checkpoint(run) == third

@@ -158,9 +158,14 @@ def check_same_data(manifest: Manifest, fingerprint: str) -> None:
 
 
 def discard_leftovers(run: Path) -> None:
-    """Delete what a killed save left behind."""
+    """Delete what a killed save left behind; give back its name to a checkpoint it had moved."""
     for partial in (run / "checkpoints").glob("*.partial"):
         shutil.rmtree(partial)
+    for aside in (run / "checkpoints").glob("*.replaced"):
+        if aside.with_suffix("").exists():
+            shutil.rmtree(aside)
+        else:
+            aside.rename(aside.with_suffix(""))
 
 
 def _differs(manifest: Manifest, key: str, old: object, new: object) -> CheckpointError:

@@ -58,9 +58,7 @@ def save_checkpoint(
         )
         write_manifest(partial, manifest)
         _make_durable(partial)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        _sync(final.parent)
+        _replace(partial, final)
     mesh.barrier()
     return final
 
@@ -115,6 +113,16 @@ def _gather_elements(assembly: Assembly, state: dict[str, Any]) -> dict[str, int
 
 def _elements(count: int | None) -> str:
     return "none" if count is None else f"{count} elements"
+
+
+def _replace(partial: Path, final: Path) -> None:
+    """Give a whole checkpoint its name; an older one of that name is deleted last."""
+    aside = final.with_name(final.name + ".replaced")
+    if final.exists():
+        final.rename(aside)
+    partial.rename(final)
+    _sync(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _make_durable(folder: Path) -> None:

@@ -118,7 +118,8 @@ def _train(options: argparse.Namespace) -> int:
 
         print_config(config, console)
         return 0
-    from olmo_trainer.loop import NonFiniteGradientError, train
+    from olmo_trainer.loop import train
+    from olmo_trainer.step import NonFiniteGradientError
 
     try:
         outcome = train(config, resume=resume, console=console)

@@ -52,21 +52,23 @@ def run_local_ranks(
 
 def _collect(receivers: list[Connection], timeout: float) -> list[Any]:
     answers: dict[int, Any] = {}
-    while len(answers) < len(receivers):
-        waiting = [each for rank, each in enumerate(receivers) if rank not in answers]
-        ready = wait(waiting, timeout)
+    failures: dict[int, str] = {}
+    while waiting := [rank for rank in range(len(receivers)) if rank not in {*answers, *failures}]:
+        # A rank that fails takes the others with it within moments: hear them too, but briefly.
+        ready = wait([receivers[rank] for rank in waiting], 2.0 if failures else timeout)
+        if not ready and not failures:
+            raise RuntimeError(f"local ranks {waiting} did not answer within {timeout} s")
         if not ready:
-            late = sorted(set(range(len(receivers))) - answers.keys())
-            raise RuntimeError(f"local ranks {late} did not answer within {timeout} s")
-        for each in ready:
-            rank = next(index for index, receiver in enumerate(receivers) if receiver is each)
+            break
+        for rank in (each for each in waiting if receivers[each] in ready):
             try:
                 succeeded, value = pickle.loads(receivers[rank].recv_bytes())
             except EOFError:
-                raise RuntimeError(f"local rank {rank} died without an answer") from None
-            if not succeeded:
-                raise RuntimeError(f"local rank {rank} failed:\n{value}")
-            answers[rank] = value
+                succeeded, value = False, "died without an answer"
+            (answers if succeeded else failures)[rank] = value
+    if failures:
+        each = "\n".join(f"local rank {rank} failed: {failures[rank]}" for rank in sorted(failures))
+        raise RuntimeError(each)
     return [answers[rank] for rank in range(len(receivers))]
 
 

@@ -5,15 +5,12 @@ open data, read checkpoint (one process can still say no) -> launch -> assemble 
 """
 
 import platform
-import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 
 import torch
 from rich.console import Console
@@ -25,7 +22,6 @@ from olmo_trainer.checkpoint import (
     check_same_data,
     check_same_model,
     discard_leftovers,
-    read_manifest,
 )
 from olmo_trainer.checkpoint_tensors import load_checkpoint, save_checkpoint
 from olmo_trainer.config import TrainerConfig
@@ -33,29 +29,18 @@ from olmo_trainer.data import TrainData
 from olmo_trainer.launch import launched, pick_device
 from olmo_trainer.mesh import Mesh
 from olmo_trainer.metrics import (
+    METRICS,
     HeldoutRecord,
     MetricsLog,
     Record,
     RunHeader,
     StepRecord,
-    bits_per_byte,
-    read_metrics,
 )
 from olmo_trainer.open_data import open_data
 from olmo_trainer.progress import Progress
-from olmo_trainer.sample import continue_text, load_model
 from olmo_trainer.sizes import count_parameters
-from olmo_trainer.step import (
-    NonFiniteGradientError,
-    accumulate_gradients,
-    heldout_loss,
-    learning_rate,
-    update,
-)
-
-PROMPT = "def "
-
-__all__ = ["NonFiniteGradientError", "Outcome", "train"]
+from olmo_trainer.step import accumulate_gradients, heldout_loss, learning_rate, update
+from olmo_trainer.stop_requests import stop_requests
 
 
 @dataclass(frozen=True)
@@ -85,6 +70,12 @@ def train(config: TrainerConfig, *, resume: Manifest | None, console: Console) -
         NonFiniteGradientError: A step's gradient is not finite. The last checkpoint stands.
     """
     device = pick_device(config)
+    folder = config.run.folder
+    if resume is None and folder is not None and (Path(folder) / METRICS).exists():
+        raise ValueError(
+            f"run.folder = {folder!r} already holds a run; continue it with --resume {folder}, or "
+            "choose another folder"
+        )
     data = open_data(config)
     if resume is not None:
         check_same_model(resume, config.model)
@@ -124,7 +115,7 @@ class _Run:
         self._announce(first)
         with ExitStack() as stack:
             if self.mesh.is_main:
-                path = self.folder / "metrics.jsonl"
+                path = self.folder / METRICS
                 self.log = stack.enter_context(MetricsLog(path, resume_step=first))
             step, heldout, saved = self._train_steps(first)
         report = self._conclude(step, heldout, saved) if self.mesh.is_main else None
@@ -147,7 +138,7 @@ class _Run:
             console=self.console,
             enabled=self.mesh.is_main,
         )
-        with progress, _stop_requests() as stop:
+        with progress, stop_requests() as stop:
             self._write(RunHeader(step=first, info=self._header()))
             if first == 0:
                 progress.say(f"before training: held-out {self._hold_out(0):.4f} nats a byte")
@@ -160,6 +151,8 @@ class _Run:
                 self._write(record)
                 saved = self._save(step) if is_last or _due(step, run.save_every) else None
                 progress.update(record)
+                if stopping and step < num_steps:
+                    progress.say(f"stopped after step {step}, as asked")
                 if is_last and record.heldout_loss is not None and saved is not None:
                     return step, record.heldout_loss, saved
         raise AssertionError(f"no step to run after step {first} of {num_steps}")
@@ -248,55 +241,19 @@ class _Run:
             highlight=False,
         )
 
+    def _conclude(self, step: int, heldout: float, saved: Path) -> Path:
+        # matplotlib takes a second to import: only the rank that draws pays it, at the end.
+        from olmo_trainer.conclude import conclude
+
+        facts = {"world": self.mesh.world, **self.versions}
+        return conclude(self.config, self.folder, saved, step, heldout, facts, self.console)
+
     def _header(self) -> dict[str, object]:
         return {
             "config": self.config.model_dump(mode="json"),
             "versions": self.versions,
             "world": self.mesh.world,
         }
-
-    def _conclude(self, step: int, heldout: float, saved: Path) -> Path:
-        """Print what a person wants to know at the end, and write the report."""
-        # matplotlib takes a second to import: only the rank that draws pays it, at the end.
-        from olmo_trainer.report import write_report
-
-        bits, sample = bits_per_byte(heldout), ""
-        self.console.print(
-            f"\nheld-out loss {heldout:.4f} nats a byte, {bits:.4f} bits a byte", highlight=False
-        )
-        if self.config.run.sample_bytes:
-            model = load_model(read_manifest(saved))
-            context = self.config.data.sequence_length
-            sample = PROMPT + continue_text(
-                model, PROMPT, self.config.run.sample_bytes, context=context, seed=self.config.seed
-            )
-            self.console.print(f"\n{sample}\n", markup=False, highlight=False)
-        records = read_metrics(self.folder / "metrics.jsonl")
-        steps = [record for record in records if isinstance(record, StepRecord)]
-        counts, seconds = count_parameters(self.config.model), sum(each.seconds for each in steps)
-        tokens = sum(each.tokens for each in steps)
-        report = write_report(
-            self.folder / "report.html",
-            title=self.config.name,
-            config=self.config.model_dump(mode="json"),
-            summary={
-                "heldout_loss": heldout,
-                "bits_per_byte": bits,
-                "tokens_per_second": tokens / seconds,
-                "parameters_total": counts.total,
-                "parameters_active": counts.active,
-                "steps": step,
-                "tokens": tokens,
-                "seconds": seconds,
-                "world": self.mesh.world,
-                **self.versions,
-            },
-            records=records,
-            sample=sample,
-            layer_names=[f"layer {index}" for index in self.config.model.moe_layers],
-        )
-        self.console.print(f"checkpoint {saved}\nreport     {report}", soft_wrap=True)
-        return report
 
 
 def _require_same_data(mesh: Mesh, data: TrainData) -> None:
@@ -308,28 +265,6 @@ def _require_same_data(mesh: Mesh, data: TrainData) -> None:
             f"every rank must read the same data, got {int(differ.item())} ranks that read other "
             "text than rank 0; use one Python version and one copy of the text on all machines"
         )
-
-
-@contextmanager
-def _stop_requests() -> Iterator[threading.Event]:
-    """Turn Ctrl-C and SIGTERM into a request to save after the step in hand; a second one kills."""
-    event = threading.Event()
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, previous[number])
-        event.set()
-
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-    for number in previous:
-        signal.signal(number, ask)
-    try:
-        yield event
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _run_folder(config: TrainerConfig, resume: Manifest | None) -> Path:

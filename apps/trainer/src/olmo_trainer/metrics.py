@@ -30,6 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+METRICS = "metrics.jsonl"  # in a run's folder
 _PER_LAYER = ("expert_counts", "imbalance", "honesty", "entropy_deficit", "dead_experts")
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
