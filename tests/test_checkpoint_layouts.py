@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from olmo_trainer.build import Assembly, assemble
-from olmo_trainer.checkpoint import read_manifest
-from olmo_trainer.checkpoint_tensors import load_checkpoint, save_checkpoint, state_of
+from olmo_trainer.checkpoint import load_checkpoint, save_checkpoint, state_of
+from olmo_trainer.checkpoint_manifest import read_manifest
 from olmo_trainer.config import LayoutConfig
 from olmo_trainer.mesh import create_mesh
 from olmo_trainer.recipes import nano

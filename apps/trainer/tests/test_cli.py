@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from olmo_trainer.checkpoint import MANIFEST
+from olmo_trainer.checkpoint_manifest import MANIFEST
 from olmo_trainer.cli import main
 
 APP = Path(__file__).parents[1]

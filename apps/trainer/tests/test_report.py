@@ -12,10 +12,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
-from olmo_trainer import history as history_of
-from olmo_trainer import pictures
 from olmo_trainer.metrics import HeldoutRecord, RunHeader, StepRecord
-from olmo_trainer.report import write_report
+from olmo_trainer.report import history as history_of
+from olmo_trainer.report import pictures, write_report
 from PIL import Image
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,21 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from olmo_trainer import checkpoint_tensors, loop
+from olmo_trainer import checkpoint as checkpoint_module
+from olmo_trainer import loop
 from olmo_trainer.build import assemble
-from olmo_trainer.checkpoint import (
+from olmo_trainer.checkpoint import load_checkpoint, state_of
+from olmo_trainer.checkpoint_manifest import (
     CheckpointError,
     discard_leftovers,
     find_checkpoint,
     read_manifest,
 )
-from olmo_trainer.checkpoint_tensors import load_checkpoint, state_of
 from olmo_trainer.config import AdamWConfig
+from olmo_trainer.learning_rate import learning_rate
 from olmo_trainer.mesh import create_mesh
 from olmo_trainer.metrics import HeldoutRecord, StepRecord, read_metrics
 from olmo_trainer.open_data import open_data
 from olmo_trainer.sample import continue_text, load_model
-from olmo_trainer.step import NonFiniteGradientError, accumulate_gradients, learning_rate
+from olmo_trainer.step import NonFiniteGradientError, accumulate_gradients
 from rich.console import Console
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -225,7 +227,7 @@ def _edited(config, edit):
 def read_manifest_unsized(path: Path):
     import json
 
-    from olmo_trainer.checkpoint import MANIFEST
+    from olmo_trainer.checkpoint_manifest import MANIFEST
 
     raw = json.loads((path / MANIFEST).read_text())
     raw["files"] = {}
@@ -347,7 +349,7 @@ def test_a_kill_at_any_point_of_a_save_loses_nothing_saved(
     run = tmp_path / "run"
 
     def save(step: int) -> Path:
-        return checkpoint_tensors.save_checkpoint(
+        return checkpoint_module.save_checkpoint(
             assembly, run, step, data_fingerprint="", versions={}
         )
 
@@ -365,9 +367,9 @@ def test_a_kill_at_any_point_of_a_save_loses_nothing_saved(
 
             return call
 
-        patch.setattr(checkpoint_tensors.dcp, "save", fragile(dcp.save))
+        patch.setattr(checkpoint_module.dcp, "save", fragile(dcp.save))
         for name in ("write_manifest", "_make_durable", "_sync"):
-            patch.setattr(checkpoint_tensors, name, fragile(getattr(checkpoint_tensors, name)))
+            patch.setattr(checkpoint_module, name, fragile(getattr(checkpoint_module, name)))
         patch.setattr(Path, "rename", fragile(Path.rename))
         # torch wraps what happens inside its own save.
         with pytest.raises((_KilledError, CheckpointException)):

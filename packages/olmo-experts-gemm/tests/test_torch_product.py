@@ -6,10 +6,10 @@ memory unwritten. This one does all of that, so the care taken for it is tested 
 
 import pytest
 import torch
-from olmo_experts_gemm import _torch, grouped_mm, swiglu_experts
+from olmo_experts_gemm import _torch_grouped_mm, grouped_mm, swiglu_experts
 
 NAN = float("nan")
-TORCH_KERNEL = _torch._torch_grouped_mm
+TORCH_KERNEL = _torch_grouped_mm._torch_grouped_mm
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def seen(monkeypatch) -> list[tuple[int, int]]:
             y[offs.diff(prepend=offs.new_zeros(1)) == 0] = NAN
         return y
 
-    monkeypatch.setattr(_torch, "_torch_grouped_mm", strict)
+    monkeypatch.setattr(_torch_grouped_mm, "_torch_grouped_mm", strict)
     return addresses
 
 

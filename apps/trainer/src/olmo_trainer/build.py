@@ -11,7 +11,7 @@ from olmo_pipeline import PipelineExecutor, Schedule, interleaved_one_f_one_b, o
 from olmo_routing import Router, SelectionBias
 from torch import nn
 
-from olmo_trainer.config import LayoutConfig, OneFOneB, TrainerConfig
+from olmo_trainer.config import InterleavedOneFOneB, LayoutConfig, OneFOneB, TrainerConfig
 from olmo_trainer.mesh import Mesh
 from olmo_trainer.model.attention import Attention
 from olmo_trainer.model.block import Block
@@ -65,9 +65,11 @@ def precision_of(config: TrainerConfig, device: torch.device) -> torch.dtype:
 
 def build_schedule(layout: LayoutConfig, num_microbatches: int) -> Schedule:
     """Return the pipeline schedule that `layout` names."""
-    if isinstance(layout.schedule, OneFOneB):
-        return one_f_one_b(layout.pipeline, num_microbatches)
-    return interleaved_one_f_one_b(layout.pipeline, num_microbatches, layout.schedule.chunks)
+    match layout.schedule:
+        case OneFOneB():
+            return one_f_one_b(layout.pipeline, num_microbatches)
+        case InterleavedOneFOneB(chunks=chunks):
+            return interleaved_one_f_one_b(layout.pipeline, num_microbatches, chunks)
 
 
 def build_part(

@@ -1,174 +1,144 @@
-"""Checkpoints: FP32 main weights and moments in global coordinates, complete or not there at all.
+"""Saving and loading the tensors of a checkpoint through torch.distributed.checkpoint.
 
-A checkpoint is a folder `step-00000400`: the tensors as torch.distributed.checkpoint writes them
-and `checkpoint.json`, which says what they are. It is written under a temporary name and renamed
-when everything is durable, so a folder of the final name is always whole. Tensors are flat ranges
-of the global tensor (`olmo_distopt.FlatShard`): any layout loads any other's. BF16 and MXFP8 copies
-are rebuilt, never saved.
-
-This module reads and checks `checkpoint.json` without torch; `checkpoint_tensors.py` moves tensors.
+Every rank contributes the ranges it holds and reads the ranges it needs; names and global offsets
+are all that matters, so the layouts that saved and load may differ. The file format is torch's own.
 """
 
-import json
-import re
+import os
 import shutil
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from olmo_trainer.config import ModelConfig, TrainerConfig
-from olmo_trainer.overrides import ConfigError, parse_config
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from olmo_distopt import FlatShard
+from olmo_routing import SelectionBias
 
-FORMAT = 1
-MANIFEST = "checkpoint.json"
-_NAME = re.compile(r"step-(\d{8})")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is not there, not whole, or of something else."""
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What `checkpoint.json` says."""
-
-    path: Path
-    step: int
-    config: TrainerConfig
-    data_fingerprint: str
-    elements: dict[str, int]
-    files: dict[str, int]
-    versions: dict[str, str]
+from olmo_trainer.build import Assembly
+from olmo_trainer.checkpoint_manifest import (
+    CheckpointError,
+    Manifest,
+    checkpoint_path,
+    write_manifest,
+)
+from olmo_trainer.model.transformer import Transformer
 
 
-def checkpoint_path(run: Path, step: int) -> Path:
-    """Return the folder of step `step` in a run."""
-    return run / "checkpoints" / f"step-{step:08d}"
+def state_of(assembly: Assembly) -> dict[str, Any]:
+    """Return the live state by global name: optimizer state and selection biases, no copies."""
+    return {**assembly.optimizer.state_dict(), **_bias_shards(assembly.selection_biases)}
 
 
-def find_checkpoint(path: Path) -> Path:
-    """Return `path` when it is a checkpoint, or the newest one of the run folder `path`.
-
-    Raises:
-        CheckpointError: Neither.
-    """
-    if (path / MANIFEST).is_file():
-        return path
-    found = [each for each in (path / "checkpoints").glob("step-*") if _NAME.fullmatch(each.name)]
-    if found:
-        return max(found, key=lambda each: each.name)
-    if path.name.startswith("step-") and path.is_dir():
-        raise CheckpointError(f"{path}: not a whole checkpoint: {MANIFEST} is missing")
-    raise CheckpointError(
-        f"{path}: no checkpoint here; give a run's folder or one of its checkpoints/step-* folders"
-    )
+def _bias_shards(biases: Mapping[int, SelectionBias]) -> dict[str, Any]:
+    return {f"selection_bias.{layer}": FlatShard(bias.bias_E) for layer, bias in biases.items()}
 
 
-def newest_run(folder: Path) -> Path:
-    """Return the newest run folder of a recipe that holds a checkpoint.
-
-    Raises:
-        CheckpointError: There is none.
-    """
-    runs = [path for path in folder.glob("*") if any(path.glob(f"checkpoints/step-*/{MANIFEST}"))]
-    if not runs:
-        raise CheckpointError(f"{folder}: no run with a checkpoint here; give --resume a path")
-    return max(runs, key=lambda path: path.name)
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Read and check a checkpoint's description and its files' sizes.
-
-    Raises:
-        CheckpointError: The description cannot be read, or a file is missing or cut short.
-    """
-    try:
-        raw: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-        if raw["format"] != FORMAT:
-            raise CheckpointError(
-                f"{path}: format {raw['format']} is not the one this version reads ({FORMAT})"
-            )
+def save_checkpoint(
+    assembly: Assembly, run: Path, step: int, *, data_fingerprint: str, versions: dict[str, str]
+) -> Path:
+    """Write the checkpoint of `step` and return its folder. Collective over the world."""
+    mesh, final = assembly.mesh, checkpoint_path(run, step)
+    partial = final.with_name(final.name + ".partial")
+    if mesh.is_main:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    mesh.barrier()
+    state = state_of(assembly)
+    with _quiet_alone():
+        dcp.save(state, checkpoint_id=partial, no_dist=mesh.world_group is None)
+    elements = _gather_elements(assembly, state)
+    if mesh.is_main:
+        files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
         manifest = Manifest(
-            path=path,
-            step=raw["step"],
-            config=parse_config(raw["config"]),
-            data_fingerprint=raw["data_fingerprint"],
-            elements=raw["elements"],
-            files=raw["files"],
-            versions=raw["versions"],
+            path=partial,
+            step=step,
+            config=assembly.config,
+            data_fingerprint=data_fingerprint,
+            elements=elements,
+            files=files,
+            versions=versions,
         )
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, ConfigError) as error:
-        raise CheckpointError(
-            f"{path / MANIFEST}: cannot be read: {type(error).__name__}: {error}"
-        ) from None
-    for name, size in manifest.files.items():
-        file = path / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found} bytes"
-            raise CheckpointError(
-                f"{path}: truncated: {name} {state}, {size} were written; use an older checkpoint"
-            )
-    return manifest
+        write_manifest(partial, manifest)
+        _make_durable(partial)
+        _replace(partial, final)
+    mesh.barrier()
+    return final
 
 
-def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write `checkpoint.json` into `path`."""
-    raw = {
-        "format": FORMAT,
-        "step": manifest.step,
-        "config": manifest.config.model_dump(mode="json"),
-        "data_fingerprint": manifest.data_fingerprint,
-        "elements": manifest.elements,
-        "files": manifest.files,
-        "versions": manifest.versions,
-    }
-    (path / MANIFEST).write_text(json.dumps(raw, indent=1))
+def load_checkpoint(assembly: Assembly, manifest: Manifest) -> None:
+    """Load a checkpoint of any layout into this one. Collective over the world.
 
-
-def check_same_model(manifest: Manifest, model: ModelConfig) -> None:
-    """Raise `CheckpointError` naming the first value in which the checkpoint's model differs.
-
-    Loss coefficients and rates may change; what decides names and shapes may not.
+    Raises:
+        CheckpointError: A tensor is missing, extra, or of another shape; on every rank alike.
     """
-    free = {"balance_loss", "balance_scope", "z_loss"}
-
-    def compare(old: dict[str, Any], new: dict[str, Any], prefix: str) -> None:
-        for name, value in new.items():
-            if isinstance(value, dict):
-                compare(old[name], value, f"{prefix}{name}.")
-            elif name == "bias_rate":
-                if bool(old[name]) != bool(value):
-                    raise _differs(manifest, f"{prefix}{name}", old[name], value)
-            elif name not in free and old[name] != value:
-                raise _differs(manifest, f"{prefix}{name}", old[name], value)
-
-    compare(manifest.config.model.model_dump(), model.model_dump(), "model.")
-
-
-def check_same_data(manifest: Manifest, fingerprint: str) -> None:
-    """Raise `CheckpointError` when the training data is not what the checkpoint's run read."""
-    if manifest.data_fingerprint != fingerprint:
-        raise CheckpointError(
-            f"{manifest.path}: its run trained on other data (fingerprint "
-            f"{manifest.data_fingerprint}, now {fingerprint}): the text, data.*, "
-            "batch.sequences or seed changed. "
-            "Restore them, or start a new run"
-        )
+    expected = _gather_elements(assembly, state_of(assembly))
+    for name in sorted(expected.keys() | manifest.elements.keys()):
+        here, there = expected.get(name), manifest.elements.get(name)
+        if here != there:
+            raise CheckpointError(
+                f"{manifest.path}: tensor {name} has {_elements(there)} there and "
+                f"{_elements(here)} here"
+            )
+    state = {**assembly.optimizer.start_loading(), **_bias_shards(assembly.selection_biases)}
+    with _quiet_alone():
+        dcp.load(state, checkpoint_id=manifest.path, no_dist=assembly.mesh.world_group is None)
+    assembly.optimizer.finish_loading()
 
 
-def discard_leftovers(run: Path) -> None:
-    """Delete what a killed save left behind; give back its name to a checkpoint it had moved."""
-    for partial in (run / "checkpoints").glob("*.partial"):
-        shutil.rmtree(partial)
-    for aside in (run / "checkpoints").glob("*.replaced"):
-        if aside.with_suffix("").exists():
-            shutil.rmtree(aside)
-        else:
-            aside.rename(aside.with_suffix(""))
+def load_model_state(model: Transformer, manifest: Manifest) -> None:
+    """Load weights and selection biases into a whole FP32 model, in this process alone."""
+    state: dict[str, Any] = {
+        f"main.{name}": FlatShard(parameter.data) for name, parameter in model.named_parameters()
+    }
+    state |= _bias_shards(model.selection_biases)
+    with _quiet_alone():
+        dcp.load(state, checkpoint_id=manifest.path, no_dist=True)
 
 
-def _differs(manifest: Manifest, key: str, old: object, new: object) -> CheckpointError:
-    return CheckpointError(
-        f"{manifest.path}: a checkpoint of another model: {key} is {old!r} there and {new!r} here"
-    )
+@contextmanager
+def _quiet_alone() -> Iterator[None]:
+    """Keep torch from warning that a run of one process saves in one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _gather_elements(assembly: Assembly, state: dict[str, Any]) -> dict[str, int]:
+    """Return the number of elements of every global tensor of the whole state, on every rank."""
+    elements = {name: tensor.numel() for name, tensor in state.items()}
+    if assembly.mesh.world_group is None:
+        return elements
+    gathered: list[Any] = [None] * assembly.mesh.world
+    dist.all_gather_object(gathered, elements)
+    return {name: count for each in gathered for name, count in each.items()}
+
+
+def _elements(count: int | None) -> str:
+    return "none" if count is None else f"{count} elements"
+
+
+def _replace(partial: Path, final: Path) -> None:
+    """Give a whole checkpoint its name; an older one of that name is deleted last."""
+    aside = final.with_name(final.name + ".replaced")
+    if final.exists():
+        final.rename(aside)
+    partial.rename(final)
+    _sync(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _make_durable(folder: Path) -> None:
+    for file in folder.iterdir():
+        _sync(file)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -96,7 +96,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from olmo_trainer.checkpoint import find_checkpoint, newest_run, read_manifest
+    from olmo_trainer.checkpoint_manifest import find_checkpoint, newest_run, read_manifest
     from olmo_trainer.overrides import apply_overrides
 
     settings = [*options.settings]
@@ -150,7 +150,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _sample(options: argparse.Namespace) -> int:
-    from olmo_trainer.checkpoint import find_checkpoint, read_manifest
+    from olmo_trainer.checkpoint_manifest import find_checkpoint, read_manifest
 
     for name, least in (("bytes", 1), ("temperature", 0), ("seed", 0)):
         if getattr(options, name) < least:
@@ -175,7 +175,7 @@ def _sample(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from olmo_trainer.checkpoint import find_checkpoint, read_manifest
+    from olmo_trainer.checkpoint_manifest import find_checkpoint, read_manifest
     from olmo_trainer.describe import print_manifest
 
     print_manifest(read_manifest(find_checkpoint(options.checkpoint)), Console())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from olmo_trainer.checkpoint import Manifest
+from olmo_trainer.checkpoint_manifest import Manifest
 from olmo_trainer.config import TrainerConfig
 from olmo_trainer.recipes import RECIPES
 from olmo_trainer.sizes import bytes_per_rank, count_parameters, layers_of_ranks

@@ -17,16 +17,17 @@ from rich.console import Console
 
 from olmo_trainer import __version__
 from olmo_trainer.build import Assembly, assemble
-from olmo_trainer.checkpoint import (
+from olmo_trainer.checkpoint import load_checkpoint, save_checkpoint
+from olmo_trainer.checkpoint_manifest import (
     Manifest,
     check_same_data,
     check_same_model,
     discard_leftovers,
 )
-from olmo_trainer.checkpoint_tensors import load_checkpoint, save_checkpoint
 from olmo_trainer.config import TrainerConfig
 from olmo_trainer.data import TrainData
 from olmo_trainer.launch import launched, pick_device
+from olmo_trainer.learning_rate import learning_rate
 from olmo_trainer.mesh import Mesh
 from olmo_trainer.metrics import (
     METRICS,
@@ -39,7 +40,7 @@ from olmo_trainer.metrics import (
 from olmo_trainer.open_data import open_data
 from olmo_trainer.progress import Progress
 from olmo_trainer.sizes import count_parameters
-from olmo_trainer.step import accumulate_gradients, heldout_loss, learning_rate, update
+from olmo_trainer.step import accumulate_gradients, heldout_loss, update
 from olmo_trainer.stop_requests import stop_requests
 
 
@@ -243,7 +244,7 @@ class _Run:
 
     def _conclude(self, step: int, heldout: float, saved: Path) -> Path:
         # matplotlib takes a second to import: only the rank that draws pays it, at the end.
-        from olmo_trainer.conclude import conclude
+        from olmo_trainer.end_of_run import conclude
 
         facts = {"world": self.mesh.world, **self.versions}
         return conclude(self.config, self.folder, saved, step, heldout, facts, self.console)

@@ -7,8 +7,8 @@ import torch
 from olmo_ep_comm import create_dispatcher
 
 from olmo_trainer.build import build_part
-from olmo_trainer.checkpoint import Manifest
-from olmo_trainer.checkpoint_tensors import load_model_state
+from olmo_trainer.checkpoint import load_model_state
+from olmo_trainer.checkpoint_manifest import Manifest
 from olmo_trainer.data import ByteTokenizer
 from olmo_trainer.model.transformer import Transformer
 

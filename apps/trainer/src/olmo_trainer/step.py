@@ -13,27 +13,12 @@ import torch
 from olmo_distopt import clip_grad_norm, global_grad_norm
 
 from olmo_trainer.build import Assembly
-from olmo_trainer.config import AdamWConfig
 from olmo_trainer.data import Batch
 from olmo_trainer.stage import Microbatch
 
 
 class NonFiniteGradientError(RuntimeError):
     """The gradient norm of a step is NaN or infinite; nothing was updated."""
-
-
-def learning_rate(config: AdamWConfig, step: int, num_steps: int) -> float:
-    """Return the rate of the update number `step` (from 0): linear warm-up, then a cosine.
-
-    The first update uses the first step of the warm-up, never zero; the last uses
-    `final_fraction` of the peak.
-    """
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    span = max(1, num_steps - 1 - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps) / span)
-    floor = config.final_fraction
-    return config.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def count_tokens(assembly: Assembly, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,10 +9,10 @@ from ._adamw import ShardedAdamW as ShardedAdamW
 from ._decay import decays_matrices as decays_matrices
 from ._flat_shard import FlatShard as FlatShard
 from ._flat_shard import Location as Location
+from ._grad_norm import clip_grad_norm as clip_grad_norm
+from ._grad_norm import global_grad_norm as global_grad_norm
 from ._groups import ReplicaGroup as ReplicaGroup
 from ._groups import ReplicaGroups as ReplicaGroups
-from ._norm import clip_grad_norm as clip_grad_norm
-from ._norm import global_grad_norm as global_grad_norm
 from ._reducer import GradientReducer as GradientReducer
 
 __all__ = [

@@ -10,8 +10,8 @@ every expert multiplies its own rows by its own weights:
 - `GroupedMatmul` is what a product must look like to take the place of `grouped_mm`.
 """
 
+from ._experts import Experts as Experts
 from ._grouped_mm import grouped_mm as grouped_mm
-from ._module import Experts as Experts
 from ._moe import moe_mlp as moe_mlp
 from ._swiglu import GroupedMatmul as GroupedMatmul
 from ._swiglu import swiglu_experts as swiglu_experts

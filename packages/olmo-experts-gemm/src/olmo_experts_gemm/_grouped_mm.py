@@ -19,12 +19,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import _torch, reference
+from . import _torch_grouped_mm, reference
 from ._checks import check_offsets, check_rows, check_weights
 
 Impl = Literal["auto", "reference", "torch"]
 
-_PRODUCTS = {"reference": reference, "torch": _torch}
+_PRODUCTS = {"reference": reference, "torch": _torch_grouped_mm}
 
 
 def grouped_mm(
@@ -79,7 +79,7 @@ def pick(impl: Impl, x_RD: Tensor, num_experts: int, *widths: int) -> Impl:
         raise ValueError(f"`impl` must be 'auto', 'reference' or 'torch', got {impl!r}.")
     if impl == "reference" or (impl == "auto" and x_RD.device.type != "cuda"):
         return "reference"
-    reason = _torch.why_not(x_RD, num_experts, *widths)
+    reason = _torch_grouped_mm.why_not(x_RD, num_experts, *widths)
     if reason and impl == "torch":
         raise ValueError(
             f"`impl='torch'` cannot run: torch's grouped_mm was asked, and {reason}; "

@@ -1,11 +1,11 @@
 """Exact MXFP8: quantise, dequantise, scaled products and layers, on any device."""
 
-from ._autograd import MXRecipe as MXRecipe
-from ._autograd import mx_grouped_mm as mx_grouped_mm
-from ._autograd import mx_linear as mx_linear
-from ._linear import MXLinear as MXLinear
+from ._functional import MXRecipe as MXRecipe
+from ._functional import mx_grouped_mm as mx_grouped_mm
+from ._functional import mx_linear as mx_linear
 from ._matmul import scaled_grouped_mm as scaled_grouped_mm
 from ._matmul import scaled_mm as scaled_mm
+from ._module import MXLinear as MXLinear
 from ._quantize import dequantize as dequantize
 from ._quantize import quantize as quantize
 from ._tensor import MXTensor as MXTensor

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from ._channels import Channel, open_channels
 from ._exchange import Exchange
 from ._messages import Rows, forward_rows, list_channels
-from ._pass import Pass
-from ._pass import PipelineResult as PipelineResult
-from ._pass import StageFunction as StageFunction
+from ._perform import Pass
+from ._perform import PipelineResult as PipelineResult
+from ._perform import StageFunction as StageFunction
 from ._schedule import Schedule
 from ._validate import validate
 

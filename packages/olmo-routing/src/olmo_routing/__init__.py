@@ -5,12 +5,12 @@ ranks, Q destination ranks. A name ends in the letters of its shape.
 """
 
 from ._admit import admit as admit
-from ._load import LoadReport as LoadReport
-from ._load import measure_load as measure_load
+from ._balance_report import BalanceReport as BalanceReport
+from ._balance_report import measure_balance as measure_balance
+from ._expert_load import LoadReport as LoadReport
+from ._expert_load import measure_load as measure_load
 from ._losses import balance_loss as balance_loss
 from ._losses import router_z_loss as router_z_loss
-from ._report import BalanceReport as BalanceReport
-from ._report import measure_balance as measure_balance
 from ._route import Routing as Routing
 from ._route import route as route
 from ._router import Router as Router

@@ -5,8 +5,8 @@ from typing import Self
 import torch
 from torch import nn
 
-from ._autograd import DEFAULT_RECIPE, MXRecipe, mx_linear
 from ._formats import check_blocks
+from ._functional import DEFAULT_RECIPE, MXRecipe, mx_linear
 
 
 class MXLinear(nn.Linear):

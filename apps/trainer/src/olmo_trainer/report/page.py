@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from olmo_trainer import pictures
-from olmo_trainer.history import MAX_LAYERS, RunHistory, finite_mean, gather_history
 from olmo_trainer.metrics import Record
 from olmo_trainer.progress import si
+from olmo_trainer.report import pictures
+from olmo_trainer.report.history import MAX_LAYERS, RunHistory, finite_mean, gather_history
 
 
 def write_report(

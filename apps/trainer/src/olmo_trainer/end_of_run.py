@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from olmo_trainer.checkpoint import read_manifest
+from olmo_trainer.checkpoint_manifest import read_manifest
 from olmo_trainer.config import TrainerConfig
 from olmo_trainer.metrics import METRICS, StepRecord, bits_per_byte, read_metrics
 from olmo_trainer.report import write_report

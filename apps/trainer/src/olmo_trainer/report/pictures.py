@@ -19,7 +19,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
-from olmo_trainer.history import RunHistory, smooth
+from olmo_trainer.report.history import RunHistory, smooth
 
 _MAX_POINTS = 600  # of one drawn curve
 _MAX_COLUMNS = 180  # of one heat map

@@ -1,6 +1,6 @@
 """How balanced is the routing of a batch, and does the balance loss tell the truth about it?
 
-What counts and probabilities say is in `_load.py`; the scores themselves add how close the
+What counts and probabilities say is in `_expert_load.py`; the scores themselves add how close the
 selection was. Shapes: T tokens, K experts a token, E experts.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import reference
 from ._checks import check_mask, check_routed_tokens
-from ._load import LoadReport, load_report
+from ._expert_load import LoadReport, load_report
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
