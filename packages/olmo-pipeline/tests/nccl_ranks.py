@@ -21,6 +21,23 @@ def _stage(weight, is_last):
     return call
 
 
+def _check_first_use(rank, world):
+    """A first run whose forward loads kernels that nothing has used before must not hang."""
+
+    def call(hidden, microbatch):
+        hidden = microbatch.cuda() if hidden is None else hidden
+        output = torch.special.erfcx(torch.sort(hidden).values.cumsum(-1).sinh().lgamma())
+        return output.logcumsumexp(-1).mean() if rank == world - 1 else output, None
+
+    schedule = interleaved_one_f_one_b(world, 4, 1)
+    stage = {rank: call}
+    executor = PipelineExecutor(schedule, stage, device="cuda", dtype=F64)
+    batch = [torch.rand(64, 64, dtype=F64, requires_grad=True) for _ in range(4)]
+    executor.run(batch, activation_shape=(64, 64))
+    torch.cuda.synchronize()
+    executor.close()
+
+
 def _check(rank, world, num_chunks, num_microbatches):
     schedule = interleaved_one_f_one_b(world, num_microbatches, num_chunks)
     generator = torch.Generator().manual_seed(0)
@@ -61,6 +78,7 @@ def main():
     watchdog.daemon = True
     watchdog.start()
     dist.init_process_group("nccl")
+    _check_first_use(rank, world)  # before anything has loaded a kernel
     for num_chunks in (1, 2, 3):
         for num_microbatches in (1, 3, 8):
             _check(rank, world, num_chunks, num_microbatches)

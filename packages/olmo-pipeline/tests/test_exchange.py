@@ -52,8 +52,6 @@ def _play(rows, rank_of_stage, order):
         Exchange(channels, rows, rank_of_stage, rank=rank, allocate=lambda _: torch.empty(1))
         for rank in range(len(rows))
     ]
-    for exchange in exchanges:
-        exchange.post_first()
     values = {action: float(index) for index, (_, action) in enumerate(order)}
     positions = [0] * len(rows)
     kept = [0] * len(rows)

@@ -1,14 +1,17 @@
 """The messages of one pass over the schedule, as one rank sees them.
 
-Receives are posted one message ahead of their use, and on each channel in the order of the sender's
-sends, whatever the order of use. Sends are started and left alone; their tensor is kept until the
-message has arrived. No acknowledgement is sent for that: a message from rank b that b produced at
-position p of its list proves that everything b used at positions up to p has arrived.
+A receive is posted when its action comes up, on each channel in the order of the sender's sends,
+whatever the order of use. Not earlier: on CUDA a receive is a kernel that spins until its message
+comes, and CUDA may hold back whatever loads a kernel or allocates memory behind it. A first forward
+that loads its kernels behind the receive of its own gradient would wait for ever.
+
+Sends are started and left alone; their tensor is kept until the message has arrived. No
+acknowledgement is sent for that: a message from rank b that b produced at position p of its list
+proves that everything b used at positions up to p has arrived.
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -52,17 +55,9 @@ class Exchange:
         self._unposted: dict[int, deque[Message]] = {m.source: deque() for m in incoming}
         for message in incoming:  # in the order of the source's sends
             self._unposted[message.source].append(message)
-        by_use = sorted(incoming, key=lambda message: message.used_at)
-        self._incoming = {message.used_at: message for message in by_use}
-        self._following = dict(pairwise(by_use))
+        self._incoming = {message.used_at: message for message in incoming}
         self._posted: dict[Message, tuple[dist.Work | None, Tensor]] = {}
         self._in_flight: list[_Sent] = []
-
-    def post_first(self) -> None:
-        """Post the first receive of the pass."""
-        for message in self._incoming.values():
-            self._post(message)
-            break
 
     def receive(self, position: int) -> Tensor | None:
         """Return the tensor for the action at `position`, or None if it takes no message."""
@@ -70,8 +65,6 @@ class Exchange:
         if message is None:
             return None
         self._post(message)
-        if message in self._following:
-            self._post(self._following[message])
         work, tensor = self._posted.pop(message)
         if work is not None:
             work.wait()

@@ -60,7 +60,12 @@ class PipelineExecutor:
     Note:
         A rank keeps the graph and output of a microbatch from its forward to its backward, what
         `simulate(schedule).peak_live_per_rank` counts; a sent gradient until a later message proves
-        its arrival, at most to the end of the call; and receive buffers one message ahead.
+        its arrival, at most to the end of the call.
+
+        On CUDA a transfer is a kernel that spins until its peer takes part, while CUDA may hold
+        back what loads a kernel for the first time. Receives are therefore posted when their action
+        comes up, and a process that interleaves stages should load all kernels at its start
+        (`CUDA_MODULE_LOADING=EAGER` before the first CUDA call).
     """
 
     def __init__(
@@ -187,7 +192,6 @@ class PipelineExecutor:
         )
         doing = "before its first action"
         try:
-            exchange.post_first()
             for position, action in enumerate(rows[self._rank]):
                 doing = (
                     f"at {action}, the {action.kind} of stage {action.stage} on microbatch "
