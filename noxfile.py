@@ -50,8 +50,9 @@ def compose(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """The tests marked `gpu` and `multigpu`, from source with the Python that holds torch."""
     python = shutil.which("python3") or "python3"
-    paths = ":".join(str(path) for path in sorted(Path("packages").glob("*/src")))
-    tests = [str(path) for path in sorted(Path("packages").glob("*/tests"))]
+    sources = [*sorted(Path("packages").glob("*/src")), *sorted(Path("apps").glob("*/src"))]
+    paths = ":".join(str(path) for path in sources)
+    tests = [str(path) for path in sorted(Path("packages").glob("*/tests"))] + ["tests"]
     session.run(
         *(python, "-m", "pytest", "-m", "gpu or multigpu", *tests, *session.posargs),
         env={"PYTHONPATH": paths},

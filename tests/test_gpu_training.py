@@ -1,0 +1,63 @@
+"""The program on GPUs: BF16 by itself on one, every layout over NCCL on two."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from olmo_trainer.metrics import StepRecord, read_metrics
+
+ROOT = Path(__file__).parents[1]
+LAYOUTS = {
+    "data": [],
+    "expert": ["layout.expert=2"],
+    "pipeline": ["layout.pipeline=2", "batch.accumulation=4"],
+    "interleaved": [
+        "layout.pipeline=2",
+        "batch.accumulation=4",
+        "layout.schedule.kind=interleaved",
+    ],
+}
+
+
+def _train(folder: Path, *settings: str, processes: int = 1) -> list[float]:
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    command += [str(ROOT / "apps" / "trainer"), "nano"]
+    for setting in (*settings, f"run.folder={folder}", "run.sample_bytes=0"):
+        command += ["--set", setting]
+    # Multicast stays off: a program that uses it can put a shared host's GPUs out of service.
+    environment = {
+        **os.environ,
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    }
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = read_metrics(folder / "metrics.jsonl")
+    return [each.loss for each in records if isinstance(each, StepRecord)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_gpu_trains_in_bf16_as_in_fp32(tmp_path):
+    bf16 = _train(tmp_path / "bf16")
+    fp32 = _train(tmp_path / "fp32", "precision.parameters=fp32")
+    assert bf16 == pytest.approx(fp32, rel=2e-2)
+    assert bf16 != fp32
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_gpus_give_the_losses_of_one(tmp_path, layout):
+    alone = _train(tmp_path / "alone", "precision.parameters=fp32")
+    together = _train(
+        tmp_path / "together", "precision.parameters=fp32", *LAYOUTS[layout], processes=2
+    )
+    assert together == pytest.approx(alone, rel=2e-4)
