@@ -51,6 +51,21 @@ def test_mxfp8_layers_under_expert_and_data_parallel():
     assert not any(each.faults for each in verdicts), _explain(verdicts)
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.num_dense_layers=4"],
+        ["model.moe.top_k=4", "model.moe.z_loss=0"],
+        ["model.moe.shared_hidden=0", "model.moe.balance_loss=0"],
+    ],
+    ids=["no routed layer", "every expert selected", "no shared expert"],
+)
+def test_a_model_without_some_part_is_compared_all_the_same(settings):
+    verdicts = verify(apply_overrides(nano(), settings), [(2, 1, 1)], [1])
+    assert not any(each.faults for each in verdicts), _explain(verdicts)
+
+
 def test_a_layout_that_cannot_divide_is_refused():
     config = apply_overrides(nano(), ["model.moe.num_experts=3", "model.moe.top_k=1"])
     with pytest.raises(ValueError, match=r"layout.expert \(2\) must divide"):

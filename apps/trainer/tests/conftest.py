@@ -31,8 +31,8 @@ def make_config(text_folder: Path, tmp_path: Path) -> MakeConfig:
 
     def make(*settings: str, run: str = "run") -> TrainerConfig:
         base = (
-            "data.kind=text_folder",
-            f"data.path={text_folder}",
+            "data.source.kind=text_folder",
+            f"data.source.path={text_folder}",
             "data.sequence_length=32",
             "run.heldout_every=0",
             "run.sample_bytes=0",

@@ -36,13 +36,14 @@ def test_help_answers_without_torch(arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["toyy"], "no recipe 'toyy'; there are toy, toy-mxfp8, nano"),
+        (["toyy"], "no recipe or command 'toyy'; recipes: toy, toy-mxfp8, nano; commands: train,"),
         (["--set", "modle.d_model=8"], "modle.d_model: no such key"),
         (["--steps", "0"], "steps = 0: input should be greater than or equal to 1"),
         (["--set", "layout.pipeline=2"], "layout.pipeline (2) must divide the number of processes"),
         (["--resume", "/nowhere"], "/nowhere: no checkpoint here"),
         (["inspect", "/nowhere"], "/nowhere: no checkpoint here"),
-        (["sample", "/nowhere", "--bytes", "0"], "--bytes must be at least 1, got 0"),
+        (["sample", "/nowhere", "--bytes", "0"], "--bytes must be in [1, 2.14748e+09], got 0"),
+        (["sample", "/nowhere", "--temperature", "nan"], "--temperature must be in [0, 1e+06]"),
     ],
 )
 def test_wrong_input_exits_2_with_one_clear_message(
@@ -68,7 +69,13 @@ def test_wrong_input_is_said_once_and_before_any_process_group():
 
 
 def test_a_missing_data_folder_is_named(tmp_path):
-    done = run("nano", "--set", "data.kind=text_folder", "--set", f"data.path={tmp_path}/none")
+    done = run(
+        "nano",
+        "--set",
+        "data.source.kind=text_folder",
+        "--set",
+        f"data.source.path={tmp_path}/none",
+    )
     assert done.returncode == 2
     assert f"{tmp_path}/none" in done.stderr
     assert "Traceback" not in done.stderr
@@ -105,11 +112,11 @@ def test_the_whole_story_of_a_run(tmp_path, capsys):
     assert report.count("<svg") >= 3
     assert main(["inspect", str(folder)]) == 0
     assert "step 3 of 3" in capsys.readouterr().out
-    prompt = ["--bytes", "5", "--temperature", "0", "--prompt", "import "]
+    prompt = ["--bytes", "5", "--temperature", "0", "--prompt", "a[:x:] = d[/b] :key:"]
     assert main(["sample", str(folder), *prompt]) == 0
-    assert capsys.readouterr().out.startswith("import ")
+    assert capsys.readouterr().out.startswith("a[:x:] = d[/b] :key:")
     assert main(["--resume", str(folder)]) == 0
-    assert "already at step 3; nothing to do" in capsys.readouterr().out.replace("\n", "")
+    assert "already at step 3 of 3; nothing to do" in capsys.readouterr().out.replace("\n", "")
     for name, message in _breakages(checkpoint):
         assert main(["--resume", str(folder), "--steps", "5"]) == 2, name
         error = capsys.readouterr().err

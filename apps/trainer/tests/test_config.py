@@ -19,6 +19,10 @@ def test_every_recipe_is_valid_and_named_by_its_key():
         ("batch.sequnces=1", r"batch.sequnces: no such key; did you mean batch.sequences\?"),
         ("d_model=64", r"d_model: no such key; did you mean model.d_model"),
         ("model=3", "model is a group; set one of its values: vocab_size"),
+        (
+            "optimizer.lr=1",
+            "optimizer.lr: no such key; optimizer has learning_rate, final_fraction",
+        ),
         ("nothing", "--set needs KEY=VALUE, got 'nothing'"),
         ("model.d_model=30", "model.d_model = 30: input should be a multiple of 8"),
         ("model.moe.top_k=9", r"top_k \(9\) must be at most num_experts \(4\)"),
@@ -27,12 +31,20 @@ def test_every_recipe_is_valid_and_named_by_its_key():
         ("layout.expert=3", r"layout.expert \(3\) must divide model.moe.num_experts \(4\)"),
         ("layout.pipeline=5", r"model.num_layers \(4\) must be at least .* \(5\)"),
         ("layout.schedule.kind=interleaved", "needs pipeline >= 2, got pipeline = 1"),
-        ("data.kind=web", "data.kind = 'web': must be one of 'standard_library', 'text_folder'"),
-        ("data.kind=text_folder", "data.path: required, not given"),
-        ("data.path=/tmp", "data.path: no such key for kind = 'standard_library'"),
+        (
+            "data.source.kind=web",
+            "data.source.kind = 'web': must be one of 'standard_library', 'text_folder'",
+        ),
+        ("data.source.kind=text_folder", "data.source.path: required, not given"),
+        ("data.source.path=/tmp", "data.source.path: no such key for kind = 'standard_library'"),
         ("precision.mxfp8=heads", "precision.mxfp8.0 = 'heads': input should be 'experts' or"),
         ("device=tpu", "device = 'tpu': input should be 'auto', 'cpu' or 'cuda'"),
         ("optimizer.beta1=1", "optimizer.beta1 = 1: input should be less than 1"),
+        ("optimizer.learning_rate=Infinity", "learning_rate = inf: input should be a finite"),
+        ("optimizer.learning_rate=true", "learning_rate = true: must not be true or false"),
+        ("model.moe.z_loss=NaN", "model.moe.z_loss = nan: input should be a finite number"),
+        ("seed=9223372036854775808", "seed = 9223372036854775808: input should be less than"),
+        ("run.folder=", "run.folder = '': string should have at least 1 character"),
         ("steps=null", "steps = None: input should be a valid integer"),
     ],
 )
@@ -52,9 +64,12 @@ def test_mxfp8_widths():
 
 
 def test_a_switched_strategy_starts_from_its_own_defaults():
-    config = apply_overrides(nano(), ["data.path=/x", "data.kind=text_folder"])
-    assert config.data.kind == "text_folder"
-    assert config.data.sequence_length == 256  # not nano's 64, which was the other strategy's
+    config = apply_overrides(nano(), ["data.source.path=/x", "data.source.kind=text_folder"])
+    assert config.data.source.kind == "text_folder"
+    assert config.data.source.pattern == "*.txt"
+    assert config.data.sequence_length == 64  # the recipe's: it belongs to no source
+    back = apply_overrides(config, ["data.source.kind=standard_library"])
+    assert back.data == nano().data
 
 
 @pytest.mark.parametrize(
@@ -65,6 +80,7 @@ def test_a_switched_strategy_starts_from_its_own_defaults():
         (["layout.data=3"], 4, r"layout.data \(3\) \* layout.pipeline \(1\) must be .* \(4\)"),
         (["layout.expert=4"], 2, r"layout.expert \(4\) must divide the data ranks.* \(2\)"),
         (["batch.sequences=8"], 3, r"batch.sequences \(8\) must be a multiple of .* \(3 \* 1\)"),
+        (["layout.dispatcher=all_to_all"], 1, "'all_to_all' needs more than one process"),
         (["batch.accumulation=3"], 1, r"batch.sequences \(8\) .* \(1 \* 3\)"),
     ],
 )
@@ -81,3 +97,7 @@ def test_layout_fits_the_world():
     config = apply_overrides(toy(), ["layout.pipeline=2", "layout.expert=2"]).for_world(4)
     assert config.layout.data == 2
     assert config.layout.num_stages == 2
+
+
+def test_a_folder_may_be_named_by_a_number():
+    assert apply_overrides(nano(), ["run.folder=2024"]).run.folder == "2024"

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from olmo_trainer import checkpoint as checkpoint_module
-from olmo_trainer import loop
+from olmo_trainer import cli, loop, run_folder, stop_requests
 from olmo_trainer.build import assemble
 from olmo_trainer.checkpoint import load_checkpoint, state_of
 from olmo_trainer.checkpoint_manifest import (
@@ -27,7 +27,7 @@ from olmo_trainer.mesh import create_mesh
 from olmo_trainer.metrics import HeldoutRecord, StepRecord, read_metrics
 from olmo_trainer.open_data import open_data
 from olmo_trainer.sample import continue_text, load_model
-from olmo_trainer.step import NonFiniteGradientError, accumulate_gradients
+from olmo_trainer.step import NonFiniteError, accumulate_gradients
 from rich.console import Console
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -139,6 +139,18 @@ def test_a_stop_request_saves_after_the_step_in_hand(make_config, tmp_path, monk
     assert handlers == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
 
 
+def test_signals_close_together_are_one_and_a_later_one_aborts(monkeypatch, capfd):
+    with stop_requests.stop_requests() as event:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert event.is_set()
+        assert capfd.readouterr().err.count("stopping after this step") == 1
+        monkeypatch.setattr(stop_requests, "SAME_SECONDS", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_evaluation_leaves_training_bitwise_alone(make_config, tmp_path):
     _train(make_config("steps=4", run="without"))
     _train(make_config("steps=4", "run.heldout_every=1", run="with"))
@@ -172,9 +184,7 @@ def test_a_nan_stops_the_run_before_anything_is_changed(make_config, tmp_path, m
             seen["assembly"] = assembly
 
     monkeypatch.setattr(loop, "accumulate_gradients", poison)
-    with pytest.raises(
-        NonFiniteGradientError, match="step 3: the gradient norm is nan; nothing was"
-    ):
+    with pytest.raises(NonFiniteError, match="step 3: the gradient norm is nan; nothing was"):
         _train(make_config("steps=5"))
     assembly = seen.pop("assembly")
     for name, tensor in seen.items():
@@ -383,3 +393,77 @@ def test_a_kill_at_any_point_of_a_save_loses_nothing_saved(
     assert find_checkpoint(run) == newest
     third = save(3)
     assert find_checkpoint(run) == third
+
+
+def test_a_diverged_run_is_not_saved(make_config, tmp_path):
+    with pytest.raises(NonFiniteError, match="step 1: the held-out loss is nan; nothing was saved"):
+        _train(make_config("steps=1", "optimizer.learning_rate=1e30"))
+    with pytest.raises(CheckpointError, match="no checkpoint here"):
+        find_checkpoint(tmp_path / "run")
+
+
+def test_a_moved_run_goes_on_where_it_is(make_config, tmp_path, monkeypatch):
+    _train(make_config("steps=2"))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "moved")
+    for path in (tmp_path / "moved", Path(), Path("checkpoints/step-00000002")):
+        steps = 1 + read_manifest(find_checkpoint(tmp_path / "moved")).step
+        newest = (
+            path if "checkpoints" not in str(path) else Path(f"checkpoints/step-{steps - 1:08d}")
+        )
+        assert cli.main(["--resume", str(newest), "--steps", str(steps)]) == 0
+        assert [each.step for each in _steps(tmp_path / "moved")] == list(range(1, steps + 1))
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_run_is_never_overwritten_by_a_resume(make_config, tmp_path):
+    _train(make_config("steps=2", run="a"))
+    _train(make_config("steps=4", run="b"))
+    before = (tmp_path / "b" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="already holds a run"):
+        _train(make_config("steps=4", run="b"), tmp_path / "a")
+    assert (tmp_path / "b" / "metrics.jsonl").read_bytes() == before
+
+
+def test_an_older_checkpoint_does_not_hide_newer_ones(make_config, tmp_path):
+    config = make_config("steps=4", "run.save_every=2")
+    _train(config)
+    older = tmp_path / "run" / "checkpoints" / "step-00000002"
+    longer = make_config("steps=5", run="run")
+    with pytest.raises(ValueError, match="later checkpoints than step 2, up to step 4"):
+        _train(longer, older)
+    branch = _train(make_config("steps=3", run="branch"), older)
+    assert branch is not None
+    assert branch.step == 3
+
+
+def test_runs_of_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert len({run_folder.claim_folder("toy") for _ in range(5)}) == 5
+
+
+def test_a_folder_that_cannot_be_made_is_named(make_config, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"run.folder = .*file/run'?: cannot write there"):
+        _train(make_config("steps=1", run="file/run"))
+
+
+def test_a_damaged_checkpoint_is_named(make_config):
+    outcome = _train(make_config("steps=1"))
+    assert outcome is not None
+    data = next(outcome.checkpoint.glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[:2000] = bytes(2000)
+    data.write_bytes(content)
+    config = make_config("steps=2")
+    assembly = assemble(config, create_mesh(config.layout, CPU))
+    with pytest.raises(CheckpointError, match=r"damaged: its tensors cannot be read"):
+        load_checkpoint(assembly, read_manifest(outcome.checkpoint))
+
+
+def test_sampling_survives_any_temperature(make_config):
+    outcome = _train(make_config("steps=1"))
+    assert outcome is not None
+    model = load_model(read_manifest(outcome.checkpoint))
+    cold = continue_text(model, "ab", 5, context=32, temperature=1e-300)
+    assert cold == continue_text(model, "ab", 5, context=32, temperature=0)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from olmo_distopt import FlatShard
 from olmo_routing import SelectionBias
+from torch.distributed.checkpoint.api import CheckpointException
 
 from olmo_trainer.build import Assembly
 from olmo_trainer.checkpoint_manifest import (
@@ -83,8 +84,7 @@ def load_checkpoint(assembly: Assembly, manifest: Manifest) -> None:
                 f"{_elements(here)} here"
             )
     state = {**assembly.optimizer.start_loading(), **_bias_shards(assembly.selection_biases)}
-    with _quiet_alone():
-        dcp.load(state, checkpoint_id=manifest.path, no_dist=assembly.mesh.world_group is None)
+    _read(state, manifest, alone=assembly.mesh.world_group is None)
     assembly.optimizer.finish_loading()
 
 
@@ -94,8 +94,19 @@ def load_model_state(model: Transformer, manifest: Manifest) -> None:
         f"main.{name}": FlatShard(parameter.data) for name, parameter in model.named_parameters()
     }
     state |= _bias_shards(model.selection_biases)
-    with _quiet_alone():
-        dcp.load(state, checkpoint_id=manifest.path, no_dist=True)
+    _read(state, manifest, alone=True)
+
+
+def _read(state: dict[str, Any], manifest: Manifest, *, alone: bool) -> None:
+    try:
+        with _quiet_alone():
+            dcp.load(state, checkpoint_id=manifest.path, no_dist=alone)
+    except CheckpointException as error:
+        reasons = {str(failure[0]).splitlines()[0] for failure in error.failures.values()}
+        raise CheckpointError(
+            f"{manifest.path}: damaged: its tensors cannot be read ({'; '.join(reasons)}); use an "
+            "older checkpoint"
+        ) from error
 
 
 @contextmanager

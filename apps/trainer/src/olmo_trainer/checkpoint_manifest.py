@@ -21,6 +21,7 @@ from olmo_trainer.overrides import ConfigError, parse_config
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
+CHECKPOINTS = "checkpoints"  # in a run's folder
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -40,10 +41,16 @@ class Manifest:
     files: dict[str, int]
     versions: dict[str, str]
 
+    @property
+    def run(self) -> Path | None:
+        """The run folder this checkpoint lies in; `None` for one that was moved out of a run."""
+        path = self.path.absolute()
+        return path.parent.parent if path.parent.name == CHECKPOINTS else None
+
 
 def checkpoint_path(run: Path, step: int) -> Path:
     """Return the folder of step `step` in a run."""
-    return run / "checkpoints" / f"step-{step:08d}"
+    return run / CHECKPOINTS / f"step-{step:08d}"
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -52,16 +59,23 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         CheckpointError: Neither.
     """
+    path = path.expanduser()
     if (path / MANIFEST).is_file():
         return path
-    found = [each for each in (path / "checkpoints").glob("step-*") if _NAME.fullmatch(each.name)]
-    if found:
-        return max(found, key=lambda each: each.name)
+    newest = newest_step(path)
+    if newest >= 0:
+        return checkpoint_path(path, newest)
     if path.name.startswith("step-") and path.is_dir():
         raise CheckpointError(f"{path}: not a whole checkpoint: {MANIFEST} is missing")
     raise CheckpointError(
         f"{path}: no checkpoint here; give a run's folder or one of its checkpoints/step-* folders"
     )
+
+
+def newest_step(run: Path) -> int:
+    """Return the step of the newest checkpoint in a run folder, -1 without one."""
+    names = [_NAME.fullmatch(each.name) for each in (run / CHECKPOINTS).glob("step-*")]
+    return max((int(name.group(1)) for name in names if name), default=-1)
 
 
 def newest_run(folder: Path) -> Path:
@@ -70,7 +84,7 @@ def newest_run(folder: Path) -> Path:
     Raises:
         CheckpointError: There is none.
     """
-    runs = [path for path in folder.glob("*") if any(path.glob(f"checkpoints/step-*/{MANIFEST}"))]
+    runs = [path for path in folder.glob("*") if any(path.glob(f"{CHECKPOINTS}/step-*/{MANIFEST}"))]
     if not runs:
         raise CheckpointError(f"{folder}: no run with a checkpoint here; give --resume a path")
     return max(runs, key=lambda path: path.name)
@@ -159,9 +173,9 @@ def check_same_data(manifest: Manifest, fingerprint: str) -> None:
 
 def discard_leftovers(run: Path) -> None:
     """Delete what a killed save left behind; give back its name to a checkpoint it had moved."""
-    for partial in (run / "checkpoints").glob("*.partial"):
+    for partial in (run / CHECKPOINTS).glob("*.partial"):
         shutil.rmtree(partial)
-    for aside in (run / "checkpoints").glob("*.replaced"):
+    for aside in (run / CHECKPOINTS).glob("*.replaced"):
         if aside.with_suffix("").exists():
             shutil.rmtree(aside)
         else:

@@ -16,35 +16,60 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from olmo_trainer import __version__
+
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from olmo_trainer.config import TrainerConfig
 
 COMMANDS = ("train", "verify", "sample", "inspect", "recipes")
 DEFAULT_RECIPE = "toy"
+EXAMPLES = """\
+training is the default command; `train --help` lists its options:
+  uv run apps/trainer                                     the toy, in two minutes
+  uv run apps/trainer toy --steps 100 --set batch.sequences=8
+  uv run apps/trainer --resume                            go on with the newest run of the toy
+  uv run apps/trainer --dry-run                           every key of the config
+"""
 STOPPED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that `arguments` (default: the process's) ask for; return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or (words[0] not in COMMANDS and words[0] not in ("-h", "--help")):
+    if not words or (words[0] not in COMMANDS and words[0] not in ("-h", "--help", "--version")):
         words.insert(0, "train")
     options = _parser().parse_args(words)
     command: Callable[[argparse.Namespace], int] = options.run
     try:
         return command(options)
     except ValueError as error:
-        # Every rank sees the same error; one says it.
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        _complain(f"error: {error}")
         return 2
+    except KeyboardInterrupt:
+        _complain("aborted; the last checkpoint stands")
+        return STOPPED
+
+
+def _speaks() -> bool:
+    """Whether this process speaks for the run: every rank sees the same, one says it."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _complain(text: str) -> None:
+    if _speaks():
+        print(text, file=sys.stderr)  # noqa: T201
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="apps/trainer",
         description="Train a mixture-of-experts language model; without arguments, the toy.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EXAMPLES,
     )
+    parser.add_argument("--version", action="version", version=f"olmo-trainer {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a recipe (the default command)")
@@ -109,26 +134,33 @@ def _train(options: argparse.Namespace) -> int:
         resume = read_manifest(find_checkpoint(path))
     # A checkpoint brings its configuration; a recipe named beside it replaces that.
     base = resume.config if resume and options.recipe is None else _recipe(options.recipe)
+    if resume:  # where it is now, with as many ranks as there are: not as it was written
+        run = base.run.model_copy(update={"folder": None})
+        layout = base.layout.model_copy(update={"data": None})
+        base = base.model_copy(update={"run": run, "layout": layout})
     config = apply_overrides(base, settings).for_world(int(os.environ.get("WORLD_SIZE", "1")))
-    from rich.console import Console
-
-    console = Console()
+    console = _console()
     if options.dry_run:
         from olmo_trainer.describe import print_config
 
         print_config(config, console)
         return 0
     from olmo_trainer.loop import train
-    from olmo_trainer.step import NonFiniteGradientError
+    from olmo_trainer.step import NonFiniteError
 
     try:
         outcome = train(config, resume=resume, console=console)
-    except NonFiniteGradientError as error:
-        console.print(f"error: {error}", style="red", highlight=False)
+    except NonFiniteError as error:
+        _complain(f"error: {error}")
         return 1
     if outcome is None:
         assert resume is not None, "only a resumed run can have nothing to do"
-        console.print(f"{resume.path}: already at step {resume.step}; nothing to do")
+        if _speaks():
+            console.print(
+                f"{resume.path}: already at step {resume.step} of {config.steps}; nothing to do "
+                "(--steps N for more)",
+                soft_wrap=True,
+            )
         return 0
     return 0 if outcome.finished else STOPPED
 
@@ -137,12 +169,10 @@ def _verify(options: argparse.Namespace) -> int:
     from olmo_trainer.overrides import apply_overrides
 
     config = apply_overrides(_recipe(options.recipe), options.settings)
-    from rich.console import Console
-
     from olmo_trainer.describe import print_verdicts
     from olmo_trainer.verify import verify
 
-    console = Console()
+    console = _console()
     with console.status("comparing layouts with one process"):
         verdicts = verify(config)
     print_verdicts(verdicts, console)
@@ -152,12 +182,12 @@ def _verify(options: argparse.Namespace) -> int:
 def _sample(options: argparse.Namespace) -> int:
     from olmo_trainer.checkpoint_manifest import find_checkpoint, read_manifest
 
-    for name, least in (("bytes", 1), ("temperature", 0), ("seed", 0)):
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name} must be at least {least}, got {getattr(options, name)}")
+    for name, least, most in (("bytes", 1, 2**31), ("temperature", 0, 1e6), ("seed", 0, 2**63 - 1)):
+        if not least <= getattr(options, name) <= most:
+            raise ValueError(
+                f"--{name} must be in [{least}, {most:g}], got {getattr(options, name)}"
+            )
     manifest = read_manifest(find_checkpoint(options.checkpoint))
-    from rich.console import Console
-
     from olmo_trainer.sample import continue_text, load_model
 
     text = continue_text(
@@ -168,26 +198,22 @@ def _sample(options: argparse.Namespace) -> int:
         temperature=options.temperature,
         seed=options.seed,
     )
-    Console().print(options.prompt + text, markup=False, highlight=False, soft_wrap=True)
+    _console().print(options.prompt + text, soft_wrap=True)
     return 0
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from olmo_trainer.checkpoint_manifest import find_checkpoint, read_manifest
     from olmo_trainer.describe import print_manifest
 
-    print_manifest(read_manifest(find_checkpoint(options.checkpoint)), Console())
+    print_manifest(read_manifest(find_checkpoint(options.checkpoint)), _console())
     return 0
 
 
 def _recipes(_: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from olmo_trainer.describe import print_recipes
 
-    print_recipes(Console())
+    print_recipes(_console())
     return 0
 
 
@@ -195,5 +221,15 @@ def _recipe(name: str | None) -> "TrainerConfig":
     from olmo_trainer.recipes import RECIPES
 
     if (name or DEFAULT_RECIPE) not in RECIPES:
-        raise ValueError(f"no recipe {name!r}; there are {', '.join(RECIPES)}")
+        raise ValueError(
+            f"no recipe or command {name!r}; recipes: {', '.join(RECIPES)}; commands: "
+            f"{', '.join(COMMANDS)}"
+        )
     return RECIPES[name or DEFAULT_RECIPE]()
+
+
+def _console() -> "Console":
+    """Return standard output; what a person typed or a model wrote is printed as it is."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False, highlight=False)

@@ -13,7 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 class Config(BaseModel):
     """Base of every node: immutable, no unknown keys, defaults checked too."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,  # a folder named 2024
+    )
 
 
 class AttentionConfig(Config):
@@ -99,25 +105,29 @@ class PrecisionConfig(Config):
         return [word for word in value.split(",") if word] if isinstance(value, str) else value
 
 
-class StandardLibraryData(Config):
+class StandardLibrarySource(Config):
     """The text of the Python standard library that came with the interpreter."""
 
     kind: Literal["standard_library"] = "standard_library"
-    sequence_length: int = Field(default=256, ge=2)
-    heldout_fraction: float = Field(default=0.05, gt=0, lt=1)
 
 
-class TextFolderData(Config):
+class TextFolderSource(Config):
     """A folder of the user's own text files, a document each."""
 
     kind: Literal["text_folder"] = "text_folder"
-    path: str
-    pattern: str = "*.txt"
+    path: str = Field(min_length=1)
+    pattern: str = Field(default="*.txt", min_length=1)
+
+
+SourceConfig = Annotated[StandardLibrarySource | TextFolderSource, Field(discriminator="kind")]
+
+
+class DataConfig(Config):
+    """Which text, and how it is held out and packed."""
+
+    source: SourceConfig = StandardLibrarySource()
     sequence_length: int = Field(default=256, ge=2)
     heldout_fraction: float = Field(default=0.05, gt=0, lt=1)
-
-
-DataConfig = Annotated[StandardLibraryData | TextFolderData, Field(discriminator="kind")]
 
 
 class BatchConfig(Config):
@@ -201,13 +211,13 @@ class LayoutConfig(Config):
 class RunConfig(Config):
     """Where the run writes, and how often it logs, evaluates and saves."""
 
-    folder: str | None = Field(default=None, description="none = runs/NAME/DATE-TIME")
+    folder: str | None = Field(default=None, min_length=1, description="none = runs/NAME/DATE-TIME")
     log_every: int = Field(default=20, ge=1)
     heldout_every: int = Field(default=100, ge=0, description="0 = only at the end")
     heldout_sequences: int = Field(
         default=128, ge=1, description="most sequences in one evaluation"
     )
-    save_every: int = Field(default=0, ge=0, description="0 = only at the end")
+    save_every: int = Field(default=200, ge=0, description="0 = only at the end")
     sample_bytes: int = Field(default=300, ge=0, description="continuation at the end, 0 = none")
     threads: int = Field(default=0, ge=0, description="CPU threads a rank; 0 = cores / local ranks")
 
@@ -216,12 +226,12 @@ class TrainerConfig(Config):
     """Everything that decides a run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     steps: int = Field(ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     model: ModelConfig = ModelConfig()
     precision: PrecisionConfig = PrecisionConfig()
-    data: DataConfig = StandardLibraryData()
+    data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
     optimizer: AdamWConfig = AdamWConfig()
     layout: LayoutConfig = LayoutConfig()
@@ -261,7 +271,11 @@ class TrainerConfig(Config):
             raise ValueError(
                 f"layout.pipeline ({layout.pipeline}) must divide the number of processes "
                 f"({world}); "
-                "start more with torchrun --nproc-per-node, or lower it"
+                "start as many with torchrun --nproc-per-node, or --set layout.pipeline=1"
+            )
+        if world == 1 and layout.dispatcher == "all_to_all":
+            raise ValueError(
+                "layout.dispatcher = 'all_to_all' needs more than one process; use 'auto'"
             )
         data = layout.data or world // layout.pipeline
         if data * layout.pipeline != world:

@@ -18,18 +18,15 @@ if TYPE_CHECKING:
 def print_config(config: TrainerConfig, console: Console) -> None:
     """Print the resolved config, parameter counts and resident bytes a rank."""
     for key, value in flatten(config.model_dump(mode="json")):
-        console.print(f"{key} = {value}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{key} = {value}", soft_wrap=True)
     counts, layout = count_parameters(config.model), config.layout
-    console.print(
-        f"\nparameters  {counts.total:,} total, {counts.active:,} active a token", highlight=False
-    )
+    console.print(f"\nparameters  {counts.total:,} total, {counts.active:,} active a token")
     console.print(
         f"layout      data {layout.data} x expert {layout.expert} x pipeline {layout.pipeline}",
-        highlight=False,
     )
     for rank, parts in enumerate(layers_of_ranks(config)):
         stages = " and ".join(f"{part.start}..{part.stop - 1}" for part in parts)
-        console.print(f"  pipeline rank {rank}: layers {stages}", highlight=False)
+        console.print(f"  pipeline rank {rank}: layers {stages}")
     words = (
         ("fp32", "bf16")
         if config.precision.parameters == "auto"
@@ -40,7 +37,6 @@ def print_config(config: TrainerConfig, console: Console) -> None:
             f"bytes       {bytes_per_rank(config, weights=word):,.0f} on the fullest rank with "
             f"{word} weights: weights, FP32 gradients, sharded FP32 main weights and moments; "
             "no activations",
-            highlight=False,
             soft_wrap=True,
         )
 
@@ -49,22 +45,16 @@ def print_manifest(manifest: Manifest, console: Console) -> None:
     """Print what a checkpoint holds."""
     config, counts = manifest.config, count_parameters(manifest.config.model)
     total = sum(manifest.files.values())
-    console.print(f"checkpoint  {manifest.path}", highlight=False, soft_wrap=True)
-    console.print(
-        f"run         {config.name}, step {manifest.step} of {config.steps}", highlight=False
-    )
-    console.print(
-        f"parameters  {counts.total:,} total, {counts.active:,} active a token", highlight=False
-    )
+    console.print(f"checkpoint  {manifest.path}", soft_wrap=True)
+    console.print(f"run         {config.name}, step {manifest.step} of {config.steps}")
+    console.print(f"parameters  {counts.total:,} total, {counts.active:,} active a token")
     console.print(
         f"tensors     {len(manifest.elements)}, {total:,} bytes in {len(manifest.files)} files",
-        highlight=False,
     )
     layout = config.layout
     console.print(
         f"saved by    data {layout.data} x expert {layout.expert} x pipeline {layout.pipeline}; "
         + ", ".join(f"{name} {value}" for name, value in manifest.versions.items()),
-        highlight=False,
         soft_wrap=True,
     )
     table = Table("tensor", "elements", box=None, pad_edge=False)
@@ -87,38 +77,36 @@ def print_recipes(console: Console) -> None:
 
 def print_verdicts(verdicts: "Sequence[Verdict]", console: Console) -> None:
     """Print each layout beside the one-process run, and what differs."""
-    table = Table(
-        *("data", "expert", "pipe", "accum", "batch", "loss", "gradient ratios", "distance"),
-        *("norm", "aux grad", "bias", "counts", "verdict"),
-        box=None,
-        pad_edge=False,
-    )
+    row = "{:>4} {:>6} {:>4} {:>5}  {:<11} {:>9}  {:>18} {:>8} {:>8} {:>8}  {:<7} {:<7} {}".format
+    heads = ("data", "expert", "pipe", "accum", "batch", "loss", "gradient ratios", "distance")
+    lines = [row(*heads, "norm", "aux grad", "bias", "counts", "verdict")]
     for each in verdicts:
         ratios = each.ratios.values()
-        table.add_row(
-            *map(str, each.case.layout),
-            str(each.case.accumulation),
+        line = row(
+            *each.case.layout,
+            each.case.accumulation,
             each.case.scenario,
             f"{each.loss:.6f}",
             f"{min(ratios):.5f}..{max(ratios):.5f}",
-            f"{each.gradient_deviation:.0e}",
+            f"{each.gradient_deviation:.1e}",
             f"{each.norm_ratio:.6f}",
-            f"{each.auxiliary_ratio:.5f}",
+            f"{each.auxiliary_ratio:.6f}",
             "equal" if each.bias_deviation == 0 else f"{each.bias_deviation:.1e}",
             "equal" if each.counts_equal else "differ",
-            "[red]differs[/red]" if each.faults else "[green]same[/green]",
+            "differs" if each.faults else "same",
         )
-    console.print(table)
+        lines.append(line)
+    for line in lines:
+        console.print(line, soft_wrap=True)
     for each in verdicts:
         for fault in each.faults:
-            console.print(f"{each.case}: {fault}", style="red", highlight=False, soft_wrap=True)
+            console.print(f"{each.case}: {fault}", style="red", soft_wrap=True)
     bad = sum(bool(each.faults) for each in verdicts)
     console.print(
         f"{bad} of {len(verdicts)} differ from the one-process run"
         if bad
         else f"all {len(verdicts)} give the numbers of the one-process run",
         style="red" if bad else "green",
-        highlight=False,
     )
 
 

@@ -36,16 +36,14 @@ def conclude(
         console: Where to print.
     """
     bits, sample = bits_per_byte(heldout_loss), ""
-    console.print(
-        f"\nheld-out loss {heldout_loss:.4f} nats a byte, {bits:.4f} bits a byte", highlight=False
-    )
+    console.print(f"\nheld-out loss {heldout_loss:.4f} nats a byte, {bits:.4f} bits a byte")
     if config.run.sample_bytes:
         context = config.data.sequence_length
         model = load_model(read_manifest(checkpoint))
         sample = PROMPT + continue_text(
             model, PROMPT, config.run.sample_bytes, context=context, seed=config.seed
         )
-        console.print(f"\n{sample}\n", markup=False, highlight=False)
+        console.print(f"\n{sample}\n", soft_wrap=True)
     records = read_metrics(folder / METRICS)
     steps = [record for record in records if isinstance(record, StepRecord)]
     tokens, seconds = sum(each.tokens for each in steps), sum(each.seconds for each in steps)

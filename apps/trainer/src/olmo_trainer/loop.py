@@ -4,12 +4,12 @@ open data, read checkpoint (one process can still say no) -> launch -> assemble 
 -> steps: train, log, hold out, save -> checkpoint, sample, report
 """
 
+import math
 import platform
 import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -39,8 +39,9 @@ from olmo_trainer.metrics import (
 )
 from olmo_trainer.open_data import open_data
 from olmo_trainer.progress import Progress
+from olmo_trainer.run_folder import claim_folder, prepare_folder
 from olmo_trainer.sizes import count_parameters
-from olmo_trainer.step import accumulate_gradients, heldout_loss, update
+from olmo_trainer.step import NonFiniteError, accumulate_gradients, heldout_loss, update
 from olmo_trainer.stop_requests import stop_requests
 
 
@@ -68,26 +69,22 @@ def train(config: TrainerConfig, *, resume: Manifest | None, console: Console) -
 
     Raises:
         ValueError: Data or checkpoint do not fit the configuration; before any process group.
-        NonFiniteGradientError: A step's gradient is not finite. The last checkpoint stands.
+        NonFiniteError: A gradient or the held-out loss is not finite. The last checkpoint stands.
     """
     device = pick_device(config)
-    folder = config.run.folder
-    if resume is None and folder is not None and (Path(folder) / METRICS).exists():
-        raise ValueError(
-            f"run.folder = {folder!r} already holds a run; continue it with --resume {folder}, or "
-            "choose another folder"
-        )
     data = open_data(config)
     if resume is not None:
         check_same_model(resume, config.model)
         check_same_data(resume, data.fingerprint)
         if resume.step >= config.steps:
             return None
+    folder = prepare_folder(config, resume)
     with launched(config, device) as mesh:
         _require_same_data(mesh, data)
-        folder = Path(mesh.broadcast_text(str(_run_folder(config, resume))))
+        if folder is None:
+            claimed = str(claim_folder(config.name)) if mesh.is_main else ""
+            folder = Path(mesh.broadcast_text(claimed))
         if mesh.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
             discard_leftovers(folder)
         return _Run(config, mesh, data, folder, console).train(resume)
 
@@ -146,11 +143,14 @@ class _Run:
             for step in range(first + 1, num_steps + 1):
                 record, stopping = self._step(step, stop)
                 is_last = stopping or step == num_steps
+                # Who asks to stop may not have the time of an evaluation: save before it.
+                saved = self._save(step) if stopping and step < num_steps else None
                 if is_last or _due(step, run.heldout_every):
                     record = replace(record, heldout_loss=self._hold_out(step))
                 # The record first: a resume from this step's checkpoint will not write it again.
                 self._write(record)
-                saved = self._save(step) if is_last or _due(step, run.save_every) else None
+                if saved is None and (is_last or _due(step, run.save_every)):
+                    saved = self._save(step)
                 progress.update(record)
                 if stopping and step < num_steps:
                     progress.say(f"stopped after step {step}, as asked")
@@ -214,6 +214,11 @@ class _Run:
             )
         ]
         loss, tokens = heldout_loss(self.assembly, batches)
+        if not math.isfinite(loss):
+            raise NonFiniteError(
+                f"step {step}: the held-out loss is {loss}; nothing was saved. Lower "
+                "optimizer.learning_rate."
+            )
         seconds = time.perf_counter() - began
         self._write(HeldoutRecord(step=step, loss=loss, tokens=tokens, seconds=seconds))
         return loss
@@ -237,10 +242,15 @@ class _Run:
             f"{self.data.num_train_documents} documents, {len(self.data.train):,} sequences of "
             f"{self.config.data.sequence_length}; data {layout.data} x expert {layout.expert} x "
             f"pipeline {layout.pipeline} on {where}"
-            + (f"; continuing after step {step}" if step else ""),
+            + (f"; continuing {self.folder} after step {step}" if step else ""),
             soft_wrap=True,
-            highlight=False,
         )
+        if self.data.skipped:
+            name, reason = next(iter(self.data.skipped.items()))
+            self.console.print(
+                f"left out {len(self.data.skipped)} files that are no text, as {name}: {reason}",
+                soft_wrap=True,
+            )
 
     def _conclude(self, step: int, heldout: float, saved: Path) -> Path:
         # matplotlib takes a second to import: only the rank that draws pays it, at the end.
@@ -266,14 +276,6 @@ def _require_same_data(mesh: Mesh, data: TrainData) -> None:
             f"every rank must read the same data, got {int(differ.item())} ranks that read other "
             "text than rank 0; use one Python version and one copy of the text on all machines"
         )
-
-
-def _run_folder(config: TrainerConfig, resume: Manifest | None) -> Path:
-    if config.run.folder is not None:
-        return Path(config.run.folder)
-    if resume is not None:
-        return resume.path.parent.parent
-    return Path("runs") / config.name / datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
 def _versions(mesh: Mesh) -> dict[str, str]:

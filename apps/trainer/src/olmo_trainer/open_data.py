@@ -1,6 +1,6 @@
 """The data of a configuration, opened and checked before any process group starts."""
 
-from olmo_trainer.config import StandardLibraryData, TextFolderData, TrainerConfig
+from olmo_trainer.config import StandardLibrarySource, TextFolderSource, TrainerConfig
 from olmo_trainer.data import StandardLibrary, TextFolder, TrainData
 
 
@@ -11,11 +11,11 @@ def open_data(config: TrainerConfig) -> TrainData:
         ValueError: A missing or empty folder, or a vocabulary that the model's does not hold.
     """
     data = config.data
-    match data:
-        case StandardLibraryData():
+    match data.source:
+        case StandardLibrarySource():
             source = StandardLibrary()
-        case TextFolderData():
-            source = TextFolder(data.path, data.pattern)
+        case TextFolderSource(path=path, pattern=pattern):
+            source = TextFolder(path, pattern)
     loaded = TrainData.load(
         source,
         sequence_length=data.sequence_length,

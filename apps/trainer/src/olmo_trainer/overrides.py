@@ -35,6 +35,10 @@ def apply_overrides(config: TrainerConfig, settings: Sequence[str]) -> TrainerCo
 
 def parse_config(tree: dict[str, Any]) -> TrainerConfig:
     """Check a nested dictionary; raise `ConfigError` naming each wrong key, value and rule."""
+    for key, value in _leaves(tree):
+        # No field is a truth value, and pydantic would read true as 1.
+        if isinstance(value, bool):
+            raise ConfigError(f"{key} = {str(value).lower()}: must not be true or false")
     try:
         return TrainerConfig.model_validate(tree)
     except ValidationError as error:
@@ -76,21 +80,26 @@ def _parent(tree: dict[str, Any], key: str) -> dict[str, Any]:
     return node
 
 
-def _keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
-        yield prefix + name
         if isinstance(value, dict):
-            yield from _keys(value, f"{prefix}{name}.")
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def _unknown(key: str, tree: dict[str, Any]) -> ConfigError:
-    known = list(_keys(tree))
-    leaf = key.rpartition(".")[2]
-    near = [name for name in known if name != key and name.rpartition(".")[2] == leaf]
-    near += [name for name in difflib.get_close_matches(key, known, n=3, cutoff=0.7) if name != key]
-    hint = f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
-    kind = node.get("kind") if isinstance(node := _find(tree, key), dict) else None
-    where = f" for kind = {kind!r}" if kind else ""
+    known = [name for name, _ in _leaves(tree) if name != key]
+    parent, _, leaf = key.rpartition(".")
+    near = [name for name in known if name.rpartition(".")[2] == leaf]
+    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    node = _find(tree, key)
+    where = f" for kind = {node['kind']!r}" if isinstance(node, dict) and "kind" in node else ""
+    hint = ""
+    if near:
+        hint = f"; did you mean {' or '.join(near)}?"
+    elif isinstance(node, dict):
+        hint = f"; {parent or 'the config'} has {', '.join(node)}"
     return ConfigError(f"{key}: no such key{where}{hint}")
 
 

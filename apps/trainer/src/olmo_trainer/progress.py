@@ -53,7 +53,7 @@ class Progress:
         self._total_steps = total_steps
         self._first_step = start_step + 1
         self._log_every = log_every
-        self._console = console or Console()
+        self._console = console or Console(markup=False, emoji=False, highlight=False)
         self._enabled = enabled
         self._bar: RichProgress | None = None
         if enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -138,7 +138,7 @@ def _bar(console: Console) -> RichProgress:
     return RichProgress(
         TextColumn("{task.completed:.0f}/{task.total:.0f}"),
         BarColumn(bar_width=None),
-        TextColumn("{task.fields[status]}", markup=False),
+        TextColumn("{task.fields[status]}"),
         TimeRemainingColumn(),
         console=console,
         expand=True,

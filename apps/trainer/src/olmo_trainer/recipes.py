@@ -6,11 +6,11 @@ from olmo_trainer.config import (
     AdamWConfig,
     AttentionConfig,
     BatchConfig,
+    DataConfig,
     ModelConfig,
     MoEConfig,
     PrecisionConfig,
     RunConfig,
-    StandardLibraryData,
     TrainerConfig,
 )
 
@@ -20,7 +20,7 @@ def toy() -> TrainerConfig:
     return TrainerConfig(
         name="toy",
         steps=500,
-        data=StandardLibraryData(sequence_length=128),
+        data=DataConfig(sequence_length=128),
         batch=BatchConfig(sequences=16),
         optimizer=AdamWConfig(learning_rate=6e-3, warmup_steps=30),
         run=RunConfig(log_every=50, heldout_every=200, heldout_sequences=512),
@@ -46,7 +46,7 @@ def nano() -> TrainerConfig:
             attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=16),
             moe=MoEConfig(num_experts=4, expert_hidden=32, shared_hidden=32),
         ),
-        data=StandardLibraryData(sequence_length=64),
+        data=DataConfig(sequence_length=64),
         batch=BatchConfig(sequences=8),
         optimizer=AdamWConfig(warmup_steps=2),
         run=RunConfig(log_every=2, heldout_every=5, heldout_sequences=16, sample_bytes=40),

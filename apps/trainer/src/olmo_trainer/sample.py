@@ -53,9 +53,15 @@ def continue_text(
         if temperature == 0:
             token = int(last.argmax())
         else:
-            chances = torch.softmax(last / temperature, dim=-1)
+            # The likeliest is 0 before the division, so a low temperature cannot overflow.
+            chances = torch.softmax((last - last.max()).double() / temperature, dim=-1)
             token = int(torch.multinomial(chances, 1, generator=generator))
         if token == tokenizer.end_of_document:
             break
         tokens.append(token)
-    return tokenizer.decode(tokens[start:])
+    return printable(tokenizer.decode(tokens[start:]))
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters, which a terminal would obey, as U+FFFD."""
+    return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text)

@@ -17,8 +17,8 @@ from olmo_trainer.data import Batch
 from olmo_trainer.stage import Microbatch
 
 
-class NonFiniteGradientError(RuntimeError):
-    """The gradient norm of a step is NaN or infinite; nothing was updated."""
+class NonFiniteError(RuntimeError):
+    """A gradient norm or a held-out loss is NaN or infinite: the run has diverged."""
 
 
 def count_tokens(assembly: Assembly, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +81,7 @@ def update(assembly: Assembly, step: int, rate: float) -> float:
     `step`, from 1, is for the message.
 
     Raises:
-        NonFiniteGradientError: On every rank alike, before anything is changed.
+        NonFiniteError: On every rank alike, before anything is changed.
     """
     norm = float(
         clip_grad_norm(
@@ -92,7 +92,7 @@ def update(assembly: Assembly, step: int, rate: float) -> float:
         )
     )
     if not math.isfinite(norm):
-        raise NonFiniteGradientError(
+        raise NonFiniteError(
             f"step {step}: the gradient norm is {norm}; nothing was updated. Lower "
             "optimizer.learning_rate or look at the data of this step."
         )
