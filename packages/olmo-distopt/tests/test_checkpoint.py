@@ -253,7 +253,7 @@ def test_what_no_checkpoint_filled_is_named(alone, tmp_path):
         optimizer.step()
 
     # A single writer that holds half of a line: torch does not check that it is all there.
-    state = optimizer.state_dict()
+    state: dict[str, Any] = make(["a", "b"])[1].state_dict()
     for shard in state.values():
         getattr(shard, "local", shard).fill_(1)
     state["exp_avg.b"] = FlatShard(torch.ones(2), global_numel=4)
@@ -270,6 +270,61 @@ def test_finish_loading_follows_start_loading(alone):
     optimizer = ShardedAdamW([("a", nn.Parameter(torch.ones(4)))], alone, lr=0.1)
     with pytest.raises(RuntimeError, match=r"must follow `start_loading\(\)`"):
         optimizer.finish_loading()
+
+
+def test_state_is_given_out_only_when_it_is_whole(alone):
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = ShardedAdamW([("a", weight)], alone, lr=0.1)
+    before = set(optimizer.state_dict())
+
+    def assert_refused():
+        with pytest.raises(RuntimeError, match=r"`state_dict\(\)` must wait for `finish_loading"):
+            optimizer.state_dict()
+
+    def assert_whole():
+        for value in optimizer.state_dict().values():
+            assert not getattr(value, "local", value).isnan().any()
+
+    mapping: dict[str, Any] = optimizer.start_loading()
+    assert set(mapping) == before
+    assert_refused()
+    with pytest.raises(RuntimeError, match="loaded into part of"):
+        optimizer.finish_loading()
+    assert_refused()  # a refused end is no end
+    for value in mapping.values():
+        getattr(value, "local", value).fill_(1)
+    assert_refused()
+    optimizer.finish_loading()
+    assert_whole()
+    optimizer.start_loading()
+    assert_refused()
+    optimizer.adopt_parameters()
+    assert_whole()
+
+
+def test_a_load_compares_names_and_numbers_of_elements_but_not_shapes(alone, tmp_path):
+    """As `start_loading` says: a checkpoint holds lines."""
+
+    def make(**shapes):
+        named = [
+            (name, nn.Parameter(torch.arange(float(math.prod(shape))).view(shape)))
+            for name, shape in shapes.items()
+        ]
+        return named, ShardedAdamW(named, alone, lr=0.1)
+
+    _alone(dcp.save, make(w=(4, 2))[1].state_dict(), checkpoint_id=tmp_path)
+    for shapes, message in [
+        ({"w": (3, 3)}, "Size mismatch"),
+        ({"w": (7,)}, "Size mismatch"),
+        ({"v": (4, 2)}, r"Missing key in checkpoint state_dict: .*\.v"),
+    ]:
+        _, other = make(**shapes)
+        with pytest.raises(CheckpointException, match=message):
+            _alone(dcp.load, other.start_loading(), checkpoint_id=tmp_path)
+    [(_, weight)], other = make(w=(2, 4))
+    _alone(dcp.load, other.start_loading(), checkpoint_id=tmp_path)
+    other.finish_loading()
+    assert torch.equal(weight, torch.arange(8.0).view(2, 4))
 
 
 def _hole(rank, world):

@@ -11,6 +11,7 @@ from olmo_distopt import (
     clip_grad_norm,
     global_grad_norm,
 )
+from olmo_distopt._checksum import checksum
 from torch import nn
 
 NO_CUDA = not torch.cuda.is_available()
@@ -48,6 +49,14 @@ def test_a_step_reads_nothing_from_the_device(alone):
         assert parameter.detach().float().cpu().sub(0.8).abs().max() < 0.01
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(NO_CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_checksum_is_the_same_on_every_device(dtype):
+    values = torch.randn(2**20 + 17, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert checksum(values.cuda()).item() == checksum(values).item()
+
+
 def _over_nccl(rank, world):
     """Three steps on this rank's device; the last rank measures the norm without a parameter."""
     torch.cuda.set_device(rank)
@@ -60,6 +69,11 @@ def _over_nccl(rank, world):
     named: list[Any] = [(name, nn.Parameter(p.detach().cuda())) for name, p in cpu]
     reducer = GradientReducer(named, groups, bucket_bytes=1000)
     optimizer = ShardedAdamW(named, groups, lr=0.1, min_shard_numel=8, bucket_bytes=1000)
+    for dtype in (torch.bfloat16, torch.float32):
+        apart = [("same", nn.Parameter(values[0].to("cuda", dtype)))]
+        apart += [("w", nn.Parameter(torch.full((5,), 1.0 + rank, device="cuda", dtype=dtype)))]
+        with pytest.raises(ValueError, match="differ in 1 of 2 parameters: `w`"):
+            ShardedAdamW(apart, groups, lr=0.1)
     own = ReplicaGroups({"own": None}, lambda name, _: "own")
     oracle = ShardedAdamW(cpu, own, lr=0.1)
     for step in range(3):

@@ -205,7 +205,8 @@ def test_every_rank_makes_the_same_exchanges(processes, tokens, experts):
     logs, sums = zip(*processes.run(_train, case, world=4, timeout=60), strict=True)
     notice, rows, weights = (torch.int64, 6), (torch.float32, WIDTH), (torch.float32, 1)
     layer = [notice, rows, weights, rows]
-    assert logs[0] == 3 * (2 * layer + 2 * [rows, rows, weights])
+    agreement = (torch.int64, 1)  # once for a dispatcher
+    assert logs[0] == [agreement, *3 * (2 * layer + 2 * [rows, rows, weights])]
     assert logs.count(logs[0]) == 4
     assert all(map(math.isfinite, sums))
 

@@ -1,6 +1,7 @@
 """The router module: precision, masks, recomputation and forced routing."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +128,36 @@ def test_a_forward_never_moves_the_bias():
     assert torch.equal(bias.bias_E, torch.zeros(4))
     bias.update(torch.tensor([5, 3, 2, 2]))
     assert router.state_dict()["selection_bias.bias_E"].tolist() == [-0.5, 0.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("visit", ["every module", "the router alone"])
+def test_starts_from_the_meta_device(visit):
+    with torch.device("meta"):
+        router = Router(3, 400, 2, selection_bias=SelectionBias(400, 0.1))
+    assert all(tensor.is_meta for tensor in router.state_dict().values())
+    router.to_empty(device="cpu")
+    for tensor in router.state_dict().values():
+        tensor.fill_(torch.nan)  # what fresh memory may hold
+    modules: list[Any] = list(router.modules()) if visit == "every module" else [router]
+    for module in modules:
+        module.reset_parameters()
+    state = router.state_dict()
+    assert torch.equal(state["selection_bias.bias_E"], torch.zeros(400))
+    assert state["selection_bias.bias_E"].dtype == torch.float32
+    assert state["weight_ED"].abs().max() <= 3**-0.5
+    assert state["weight_ED"].std() == pytest.approx(1 / 3, rel=0.1)  # 2 / sqrt(3) / sqrt(12)
+    assert router(torch.randn(5, 3)).counts_E.sum() == 10
+
+
+def test_reset_parameters_needs_no_bias_and_a_new_router_keeps_the_bias_given():
+    router = Router(3, 4, 2)
+    before = router.weight_ED.detach().clone()
+    router.reset_parameters()
+    assert not torch.equal(router.weight_ED, before)
+    bias = SelectionBias(4, 0.5)
+    bias.update(torch.tensor([5, 3, 2, 2]))
+    Router(3, 4, 2, selection_bias=bias)
+    assert bias.bias_E.tolist() == [-0.5, 0.0, 0.5, 0.5]
 
 
 def test_forced_uniform_is_even_over_real_tokens():

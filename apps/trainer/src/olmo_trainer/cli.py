@@ -170,12 +170,12 @@ def _verify(options: argparse.Namespace) -> int:
 
     config = apply_overrides(_recipe(options.recipe), options.settings)
     from olmo_trainer.describe import print_verdicts
-    from olmo_trainer.verify import verify
+    from olmo_trainer.verify import TOLERANCE, verify
 
     console = _console()
     with console.status("comparing layouts with one process"):
         verdicts = verify(config)
-    print_verdicts(verdicts, console)
+    print_verdicts(verdicts, TOLERANCE, console)
     return 1 if any(verdict.faults for verdict in verdicts) else 0
 
 

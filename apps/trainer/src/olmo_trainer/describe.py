@@ -75,8 +75,8 @@ def print_recipes(console: Console) -> None:
     console.print(table)
 
 
-def print_verdicts(verdicts: "Sequence[Verdict]", console: Console) -> None:
-    """Print each layout beside the one-process run, and what differs."""
+def print_verdicts(verdicts: "Sequence[Verdict]", tolerance: str, console: Console) -> None:
+    """Print each layout beside the one-process run, and what differs by more than `tolerance`."""
     row = "{:>4} {:>6} {:>4} {:>5}  {:<11} {:>9}  {:>18} {:>8} {:>8} {:>8}  {:<7} {:<7} {}".format
     heads = ("data", "expert", "pipe", "accum", "batch", "loss", "gradient ratios", "distance")
     lines = [row(*heads, "norm", "aux grad", "bias", "counts", "verdict")]
@@ -108,6 +108,7 @@ def print_verdicts(verdicts: "Sequence[Verdict]", console: Console) -> None:
         else f"all {len(verdicts)} give the numbers of the one-process run",
         style="red" if bad else "green",
     )
+    console.print(f"tolerance: {tolerance}", soft_wrap=True)
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

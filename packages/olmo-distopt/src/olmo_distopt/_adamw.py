@@ -53,12 +53,15 @@ class ShardedAdamW:
 
     Raises:
         ValueError: a number out of range, a parameter listed twice, a location of an unlisted name
-            or outside its tensor, or members of a replica group that list different parameters.
+            or outside its tensor, or members of a replica group that list different parameters or
+            hold different values of one (on every member, naming the parameters).
 
     Note:
-        Main weights start from the parameters as they are now. After a step every replica holds the
-        same bits: a slice is computed once and gathered, a whole tensor is computed from the same
-        inputs by the same operations.
+        Main weights start from the parameters as they are now, which must be bitwise the same on
+        all replicas. Construction is collective and compares them: a checksum of every parameter on
+        its device, then one small all-reduce and one read from the device a replica group. After a
+        step every replica holds the same bits again: a slice is computed once and gathered, a whole
+        tensor is computed from the same inputs by the same operations.
     """
 
     def __init__(
@@ -88,7 +91,9 @@ class ShardedAdamW:
         if unlisted:
             raise ValueError(f"`locations` must name listed parameters, got {unlisted}.")
         replica_groups.require_agreement(parameters)
+        replica_groups.require_equal_values(parameters)
         self.lr = lr
+        self._replica_groups = replica_groups
         self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
         self._states = [
             new_state(
@@ -131,10 +136,7 @@ class ShardedAdamW:
             ValueError: `lr` is out of range, or a parameter has no `main_grad`.
             RuntimeError: loading has begun and not finished.
         """
-        if self._loading:
-            raise RuntimeError(
-                "`step()` must wait for `finish_loading()`: the state is not loaded."
-            )
+        self._require_loaded("step")
         lr = self.lr if lr is None else lr
         _require_range("lr", lr, 0.0, math.inf)
         grads = [state.slice_of(main_grad(state.name, state.parameter)) for state in self._states]
@@ -148,30 +150,38 @@ class ShardedAdamW:
 
         Keys: `main.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME` of every parameter held, and `step`
         (0-d int64). Save it as it is. To load, use `start_loading`.
+
+        Raises:
+            RuntimeError: loading has begun and not finished.
         """
-        state_dict: dict[str, FlatShard | torch.Tensor] = {"step": self._num_steps}
-        for state in self._states:
-            state_dict.update(state.labelled())
-        return state_dict
+        self._require_loaded("state_dict")
+        return self._labelled()
 
     def start_loading(self) -> dict[str, FlatShard | torch.Tensor]:
-        """Erase the state and return it as `state_dict()`, to be loaded into.
+        """Erase the state and return it, in the form of `state_dict()`, to be loaded into.
 
         Everything is overwritten with NaN, so that `finish_loading` can tell what no checkpoint
-        filled; until then the optimizer does not step.
+        filled; until then the optimizer neither steps nor gives out its state.
+
+        Note:
+            torch.distributed.checkpoint compares names and numbers of elements, `finish_loading`
+            that every element was filled. Shapes are not compared: a checkpoint holds lines of
+            elements, and a weight of shape (4, 2) loads into one of shape (2, 4) without complaint.
+            Where a model may have changed, keep its configuration beside the checkpoint.
         """
         self._loading = True
         self._num_steps.fill_(-1)
         for state in self._states:
             for shard in state.labelled().values():
                 shard.local.fill_(math.nan)
-        return self.state_dict()
+        return self._labelled()
 
     @torch.no_grad()
     def finish_loading(self) -> None:
         """Check that every element was loaded and rebuild the parameters from the main weights.
 
-        Collective over the replica groups, as a step is.
+        Collective over the replica groups, as a step is. What else a load compares, and that it
+        does not compare shapes: see `start_loading`.
 
         Raises:
             RuntimeError: on every replica, naming the tensors: an element of the state was not
@@ -203,14 +213,32 @@ class ShardedAdamW:
         """Start afresh from the parameters as they are now: main weights from them, moments zero.
 
         For weights that came without optimizer state; else the next step would write the old main
-        weights over them.
+        weights over them. Collective, and compares the replicas as construction does.
+
+        Raises:
+            ValueError: replicas hold different values of a parameter; nothing is changed.
         """
+        self._replica_groups.require_equal_values(
+            [(state.name, state.parameter) for state in self._states]
+        )
         self._loading = False
         self._num_steps.zero_()
         for state in self._states:
             state.main.copy_(state.slice_of(state.parameter))
             state.exp_avg.zero_()
             state.exp_avg_sq.zero_()
+
+    def _labelled(self) -> dict[str, FlatShard | torch.Tensor]:
+        state_dict: dict[str, FlatShard | torch.Tensor] = {"step": self._num_steps}
+        for state in self._states:
+            state_dict.update(state.labelled())
+        return state_dict
+
+    def _require_loaded(self, method: str) -> None:
+        if self._loading:
+            raise RuntimeError(
+                f"`{method}()` must wait for `finish_loading()`: the state is not loaded."
+            )
 
     def _update(self, state: TensorState, grad: torch.Tensor, lr: float) -> None:
         """Apply `reference.adamw` to one slice, in place."""

@@ -17,11 +17,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
+from ._checksum import checksum
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,24 @@ class ReplicaGroup:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.process_group)
         return values
+
+    def differing(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
+        """Return the names of the parameters whose bits are not the same on every process.
+
+        One all-reduce of two integers a parameter, and one read from the device.
+
+        Args:
+            parameters: the same names, shapes and dtypes on every process of the group.
+        """
+        if self.size == 1 or not parameters:
+            return []
+        device = parameters[0][1].device
+        sums = torch.stack([checksum(parameter).to(device) for _, parameter in parameters])
+        # The largest of ~x is ~ of the smallest x: both ends by one maximum.
+        ends = torch.stack([sums, ~sums])
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.process_group)
+        differs = (ends[0] != ~ends[1]).tolist()
+        return [name for (name, _), apart in zip(parameters, differs, strict=True) if apart]
 
 
 class ReplicaGroups:
@@ -126,6 +149,36 @@ class ReplicaGroups:
                     "same parameters (name, shape, dtype) in the same order, but members "
                     f"{different} differ from member 0. Member {group.rank}, this process, lists "
                     f"{len(held[group.name])} parameters."
+                )
+
+    def require_equal_values(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Raise on every member of a group whose members hold different values of a parameter.
+
+        Compares an exact checksum of each parameter's bits. One small collective for each group of
+        two or more that holds a parameter here; one read from the device for each.
+
+        Args:
+            parameters: `(global name, parameter)`, contiguous, which passed `require_agreement`.
+
+        Raises:
+            ValueError: the bits of a parameter are not the same on all of its replicas.
+        """
+        held: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in self._groups}
+        for name, parameter in parameters:
+            held[self.of(name, parameter).name].append((name, parameter))
+        # Every group is asked before any raises: the members of a sound one do not wait in vain.
+        differing = {name: self._groups[name].differing(held[name]) for name in self._groups}
+        for group, names in differing.items():
+            if names:
+                shown = ", ".join(f"`{name}`" for name in names[:_NAMES_SHOWN])
+                more = len(names) - _NAMES_SHOWN
+                raise ValueError(
+                    f"All {self._groups[group].size} members of the replica group `{group}` must "
+                    f"hold the same values, but they differ in {len(names)} of "
+                    f"{len(held[group])} parameters: {shown}"
+                    + (f" and {more} more. " if more > 0 else ". ")
+                    + "Initialise the replicas from the same seed, or broadcast the parameters "
+                    "from one member to the others first."
                 )
 
 

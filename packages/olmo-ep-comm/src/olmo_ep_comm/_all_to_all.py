@@ -9,7 +9,8 @@ Rank r of n owns the experts [r*E/n, (r+1)*E/n). One dispatch is
 and combine is the same road backwards. Weights take a second, thin exchange. The counts are read by
 the host, which needs them to size the exchange: one wait for the device each dispatch.
 
-The same code runs on gloo (CPU) and NCCL (GPU).
+The same code runs on gloo (CPU) and NCCL (GPU). A compiled graph could leave out exchanges that one
+rank does not need, so `torch.compile` breaks its graph at both calls and runs them as they are.
 
 Shapes: T tokens, K slots, E experts of the whole group, L = E/n of this rank, R rows, S sources.
 """
@@ -30,6 +31,7 @@ from ._checks import (
     unknown_ids_error,
 )
 from ._interface import Dispatched
+from ._uncompiled import uncompiled
 from .reference import Routes, sort_routes
 
 
@@ -97,9 +99,11 @@ class AllToAllDispatcher:
                 f"got {num_experts}."
             )
         share = num_experts // self._num_ranks
+        self._is_agreed = False
         self.num_experts = num_experts
         self.local_experts = range(rank * share, (rank + 1) * share)
 
+    @uncompiled(reason="the host reads row counts, and every rank must do every exchange")
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
         """Bring each token to the ranks of its experts: see `Dispatcher.dispatch`.
 
@@ -108,9 +112,11 @@ class AllToAllDispatcher:
 
         Raises:
             ValueError: If on any rank shapes or devices do not fit together or an id is neither an
-                expert nor -1, or if ranks differ in width or dtype.
+                expert nor -1, or if ranks differ in width or dtype, or in `num_experts`.
             TypeError: If a dtype of this rank is none of those named in `Dispatcher.dispatch`.
         """
+        if not self._is_agreed:
+            self._check_agreement(x_TD.device)
         fault, routes = None, None
         try:
             check_inputs(x_TD, expert_ids_TK, weights_TK)
@@ -136,6 +142,7 @@ class AllToAllDispatcher:
         offsets_E = notices[:, :share].sum(0).cumsum(0).int()
         return dispatch_rows(x_TD, weights_TK, routes.keep_rows(sum(wire.sent)), wire, offsets_E)
 
+    @uncompiled(reason="every rank must do every exchange")
     def combine(self, y_RD: Tensor, handle: object) -> Tensor:
         """Bring the rows home and add up each token's: see `Dispatcher.combine`.
 
@@ -146,6 +153,21 @@ class AllToAllDispatcher:
             TypeError: If `y_RD` does not have their dtype, or `handle` is not one.
         """
         return combine_rows(y_RD, handle)
+
+    def _check_agreement(self, device: torch.device) -> None:
+        """Raise on every rank unless all have the same experts, on which notices depend.
+
+        The constructor leaves this to the first `dispatch`, as it does not communicate.
+        """
+        mine = torch.full((self._num_ranks,), self.num_experts, dtype=torch.int64, device=device)
+        every = torch.empty_like(mine)
+        dist.all_to_all_single(every, mine, group=self._group)
+        if len(set(every.tolist())) > 1:
+            raise ValueError(
+                f"`num_experts` must be the same on every rank of the group, "
+                f"got {every.tolist()} in rank order."
+            )
+        self._is_agreed = True
 
     def _write_notice(
         self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, routes: Routes | None

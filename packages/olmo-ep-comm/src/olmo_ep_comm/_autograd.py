@@ -9,8 +9,15 @@ not lead to a leaf, and it decides that rank by rank, so three rules hold here:
   returned a fresh tensor.
 - A rank whose tokens need no gradient makes them need one (`AllToAllDispatcher.dispatch`).
 
+Activation checkpointing (`use_reentrant=False`) adds exchanges to the backward pass: those of the
+forward, run again when a saved tensor is first asked for. A rank without rows may save nothing
+else, so both nodes here save the `link` and ask for it before their own exchanges.
+
 The order is the same everywhere too: autograd runs the nodes newest first, so that the exchanges of
 a backward pass are those of the forward pass in reverse, also when several dispatches are alive.
+
+What a forward returns must be a tensor of its own: `torch.compile` gives a gradient of 0 to one
+that was written in place (`+=`, `out=`) or came out of a cast to the dtype that it had already.
 """
 
 from dataclasses import dataclass
@@ -80,7 +87,9 @@ class _Dispatch(torch.autograd.Function):
         ctx.routes, ctx.wire = routes, wire
         rows_RD = wire.send(gather_rows(x_TD, routes))
         row_weights_R = wire.send(gather_weights(weights_TK, routes))
-        return rows_RD, row_weights_R, x_TD.new_zeros(())
+        link = x_TD.new_zeros(())
+        ctx.save_for_backward(link)
+        return rows_RD, row_weights_R, link
 
     @staticmethod
     @once_differentiable
@@ -88,6 +97,7 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> Any:
         grad_rows_RD, grad_row_weights_R, _ = grads
+        (_link,) = ctx.saved_tensors
         grad_x_TD = sum_rows(ctx.wire.send_back(grad_rows_RD), ctx.routes)
         grad_weights_TK = return_weights(ctx.wire.send_back(grad_row_weights_R), ctx.routes)
         return grad_x_TD, grad_weights_TK, None, None
@@ -97,6 +107,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, link: Tensor, routes: Routes, wire: Wire) -> Any:
         ctx.routes, ctx.wire = routes, wire
+        ctx.save_for_backward(link)
         return sum_rows(wire.send_back(y_RD), routes)
 
     @staticmethod
@@ -105,5 +116,6 @@ class _Combine(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> Any:
         (grad_y_TD,) = grads
+        (_link,) = ctx.saved_tensors
         grad_y_RD = ctx.wire.send(gather_rows(grad_y_TD, ctx.routes))
         return grad_y_RD, grad_y_TD.new_zeros(()), None, None

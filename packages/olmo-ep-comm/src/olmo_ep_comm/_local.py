@@ -22,8 +22,8 @@ class _Loopback:
 class LocalDispatcher:
     """Sorts the rows by expert within one process.
 
-    On a CPU R is the number of routes. On a GPU nothing is read back to the host: R is T*K whatever
-    the routes, and rows past `offsets_E[-1]` are undefined.
+    On a CPU R is the number of routes. On a GPU, and anywhere under `torch.compile`, nothing is read
+    by the host: R is T*K whatever the routes, and rows past `offsets_E[-1]` are undefined.
     """
 
     def __init__(self, *, num_experts: int) -> None:
@@ -45,13 +45,13 @@ class LocalDispatcher:
         Raises:
             ValueError: If shapes or devices do not fit together, or, on a CPU, if an id is neither
                 an expert nor -1. On a GPU such an id is a device-side assertion, since reading it
-                would make the host wait.
+                would make the host wait; on a CPU under `torch.compile` it is a RuntimeError.
             TypeError: If a dtype is none of those named in `Dispatcher.dispatch`.
         """
         check_inputs(x_TD, expert_ids_TK, weights_TK)
         unknown = has_unknown_ids(expert_ids_TK, self.num_experts)
         routes = sort_routes(expert_ids_TK, self.num_experts)
-        if x_TD.device.type != "cpu":
+        if x_TD.device.type != "cpu" or torch.compiler.is_compiling():
             torch._assert_async(~unknown, str(unknown_ids_error(self.num_experts)))
         elif unknown:
             raise unknown_ids_error(self.num_experts)

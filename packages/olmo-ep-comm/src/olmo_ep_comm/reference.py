@@ -90,7 +90,7 @@ def sum_rows(y_RD: Tensor, routes: Routes) -> Tensor:
     y_TD = torch.zeros(num_tokens, y_RD.shape[1], dtype=sum_dtype, device=y_RD.device)
     for slot in range(num_slots):
         y_TD += _take_or_zero(y_RD, routes.rows_TK[:, slot])
-    return y_TD.to(y_RD.dtype)
+    return y_TD.to(y_RD.dtype, copy=True)  # fresh: see `_autograd`
 
 
 def return_weights(values_R: Tensor, routes: Routes) -> Tensor:

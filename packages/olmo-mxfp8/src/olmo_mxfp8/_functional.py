@@ -35,6 +35,7 @@ from ._formats import (
 from ._matmul import grouped_product, read_offsets
 from ._quantize import dequantize, quantize
 from ._tensor import MXTensor
+from ._uncompiled import uncompiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,7 @@ def mx_linear(
     return y_RF.view(*x.shape[:-1], w.shape[0])
 
 
+@uncompiled(reason="the reference form reads `offsets_E` on the host")
 def mx_grouped_mm(
     x_RD: torch.Tensor,
     w_EFD: torch.Tensor,
@@ -123,7 +125,7 @@ def mx_grouped_mm(
         ValueError: The shapes, sizes, devices or offsets do not fit.
 
     Note:
-        The reference form reads `offsets_E` on the host.
+        The reference form reads `offsets_E` on the host; `torch.compile` breaks its graph here.
     """
     if x_RD.ndim != 2 or w_EFD.ndim != 3 or x_RD.shape[1] != w_EFD.shape[2]:
         raise ValueError(

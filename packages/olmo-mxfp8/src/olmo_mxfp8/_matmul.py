@@ -18,6 +18,7 @@ import torch
 from . import reference
 from ._quantize import dequantize
 from ._tensor import MXTensor
+from ._uncompiled import uncompiled
 
 
 def scaled_mm(a: MXTensor, b: MXTensor, *, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -41,6 +42,7 @@ def scaled_mm(a: MXTensor, b: MXTensor, *, out_dtype: torch.dtype = torch.bfloat
     return grouped_product(a, b_as_stack, [a.shape[0]], a.shape[0], out_dtype)
 
 
+@uncompiled(reason="the reference form reads `offsets_E` on the host")
 def scaled_grouped_mm(
     a: MXTensor,
     b: MXTensor,
@@ -67,7 +69,7 @@ def scaled_grouped_mm(
         ValueError: The shapes, dimensions, devices or offsets do not fit.
 
     Note:
-        The reference form reads `offsets_E` on the host.
+        The reference form reads `offsets_E` on the host; `torch.compile` breaks its graph here.
     """
     _check_operands(a, b, b_ndim=3)
     _check_out_dtype(out_dtype)
@@ -80,7 +82,9 @@ def grouped_product(
     a: MXTensor, b: MXTensor, ends: Sequence[int], num_rows: int, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """Multiply operands that are known to fit; `a` has only rows of experts, the result more."""
-    return reference.grouped_product(dequantize(a), dequantize(b), ends, num_rows).to(out_dtype)
+    out = reference.grouped_product(dequantize(a), dequantize(b), ends, num_rows)
+    # Fresh, also in float32: `torch.compile` gives a gradient of 0 to a result written by `out=`.
+    return out.to(out_dtype, copy=True)
 
 
 def read_offsets(

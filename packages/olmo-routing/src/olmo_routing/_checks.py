@@ -1,8 +1,9 @@
 """What the public functions demand of their arguments, stated once.
 
 Shapes, dtypes and devices are always checked. Values are read only where that costs nothing: ids on
-the CPU. On a GPU an id out of range trips the indexing kernel's own device assertion instead, so
-that no check waits for the device.
+the CPU, outside of `torch.compile`. Elsewhere an id out of range meets the indexing kernel's own
+check instead (on a GPU a device assertion), so that no check waits for the device or breaks a
+compiled graph.
 """
 
 import torch
@@ -52,13 +53,18 @@ def check_expert_ids(expert_ids_TK: Tensor, num_experts: int) -> None:
             "`expert_ids_TK` must have shape (tokens, experts a token), "
             f"got {tuple(expert_ids_TK.shape)}."
         )
-    if expert_ids_TK.device.type == "cpu" and expert_ids_TK.numel() > 0:
+    if _can_read(expert_ids_TK) and expert_ids_TK.numel() > 0:
         low, high = (int(bound) for bound in expert_ids_TK.aminmax())
         if low < -1 or high >= num_experts:
             raise ValueError(
                 f"`expert_ids_TK` must be in [-1, {num_experts}), with -1 for no route, "
                 f"got ids from {low} to {high}."
             )
+
+
+def _can_read(tensor: Tensor) -> bool:
+    # A compiled graph has no values to read while it is traced.
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_routed_tokens(like_name: str, like: Tensor, expert_ids_TK: Tensor) -> None:

@@ -31,8 +31,8 @@ class Router(nn.Module):
         route_scale: see `route`.
         num_groups: see `route`.
         topk_groups: see `route`.
-        selection_bias: added to the scores for the selection; becomes a submodule. Its `update` is
-            the caller's to call.
+        selection_bias: added to the scores for the selection; becomes a submodule, with the values
+            that it has. Its `update` is the caller's to call.
         jitter: in training, every input element is multiplied by a random number from
             [1 - jitter, 1 + jitter]; in [0, 1).
         device: of the weight.
@@ -87,10 +87,15 @@ class Router(nn.Module):
         self.jitter = jitter
         self.selection_bias = selection_bias
         self.weight_ED = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
-        self.reset_parameters()
+        self._draw_weight()
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew; leave the selection bias as it is."""
+        """Draw the weight anew and set the selection bias, if there is one, to zero."""
+        self._draw_weight()
+        if self.selection_bias is not None:
+            self.selection_bias.reset_parameters()
+
+    def _draw_weight(self) -> None:
         bound = self.weight_ED.shape[1] ** -0.5
         nn.init.uniform_(self.weight_ED, -bound, bound)
 

@@ -45,7 +45,8 @@ def plan_rows(expert_ids_TK: Tensor, num_experts: int, *, align: int = 1) -> Row
     Raises:
         TypeError: the ids are not int64.
         ValueError: a shape or range is not as above. On a GPU an id out of range is a device
-            assertion, because checking it here would wait for the device.
+            assertion, because checking it here would wait for the device; in a graph of
+            `torch.compile` values are not checked here either.
 
     Note:
         R is the capacity `T * K + E * (align - 1)` whatever the ids are, on every device: how many

@@ -46,7 +46,12 @@ class SelectionBias(nn.Module):
         if not (math.isfinite(rate) and rate >= 0):
             raise ValueError(f"`rate` must be finite and at least 0, got {rate}.")
         self.rate = rate
-        self.register_buffer("bias_E", torch.zeros(num_experts, dtype=torch.float32, device=device))
+        self.register_buffer("bias_E", torch.empty(num_experts, dtype=torch.float32, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the bias to zero, in place: a start afresh, also after the meta device."""
+        nn.init.zeros_(self.bias_E)
 
     @torch.no_grad()
     def update(self, counts_E: Tensor, *, group: dist.ProcessGroup | None = None) -> None:
