@@ -14,7 +14,7 @@ LIGHT = [
     ("olmo_trainer.cli", "torch"),
     ("olmo_trainer.config", "torch"),
     ("olmo_trainer.describe", "torch"),
-    ("olmo_trainer.checkpoint", "torch"),
+    ("olmo_trainer.checkpoint_manifest", "torch"),
     ("olmo_trainer.metrics", "torch"),
 ]
 PACKAGES = ["olmo_routing", "olmo_experts_gemm", "olmo_mxfp8", "olmo_ep_comm", "olmo_distopt"]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from olmo_ep_comm import AllToAllDispatcher, Dispatched, Dispatcher, LocalDispatcher
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 pytestmark = pytest.mark.dist
 NUM_EXPERTS = 8
@@ -356,3 +357,49 @@ def _without_gradient(rank: int, world: int) -> bool:
 
 def test_no_grad_is_respected(processes):
     assert processes.run(_without_gradient, world=2) == [False, False]
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """Tokens through one mixture of experts after another."""
+
+    dispatcher: Dispatcher
+    parameters: list[Tensor]
+
+    def __call__(self, x_TD: Tensor, ids: Tensor, weights_TK: Tensor) -> Tensor:
+        for scale_ED, bias_ED in zip(self.parameters[::2], self.parameters[1::2], strict=True):
+            dispatched = self.dispatcher.dispatch(x_TD, ids, weights_TK)
+            y_RD = apply_experts(dispatched, self.dispatcher.local_experts, scale_ED, bias_ED)
+            x_TD = self.dispatcher.combine(y_RD, dispatched.handle)
+        return x_TD
+
+
+def _checkpoint(rank: int, world: int, fields: tuple, num_layers: int) -> None:
+    """Gradients with the layers of a region recomputed must be those without."""
+    results = []
+    for early_stop in (None, True, False):
+        torch.manual_seed(0)
+        dispatcher = AllToAllDispatcher(num_experts=NUM_EXPERTS)
+        parameters = [
+            torch.randn(NUM_EXPERTS, WIDTH, requires_grad=True) for _ in range(2 * num_layers)
+        ]
+        layers = _Layers(dispatcher, parameters)
+        x_TD, ids, weights_TK = Case(*fields).inputs(rank)
+        x_TD.requires_grad_()
+        if early_stop is None:
+            y_TD = layers(x_TD, ids, weights_TK)
+        else:
+            with set_checkpoint_early_stop(early_stop):
+                y_TD = checkpoint(layers, x_TD, ids, weights_TK, use_reentrant=False)
+        y_TD.square().sum().backward()
+        results.append([y_TD.detach(), *map(gradient, (x_TD, *parameters))])
+    for recomputed in results[1:]:
+        assert all(map(torch.equal, recomputed, results[0]))
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("tokens", [(3, 4, 0, 0), (0, 4, 0, 0), (0, 0, 0, 0)])
+def test_checkpointed_layers_recompute_on_every_rank(processes, tokens, num_layers):
+    """Rank 1 gets no rows: its experts save nothing that could ask for a recomputation."""
+    case = (tokens, 2, (0, 3), torch.float32, 9)
+    processes.run(_checkpoint, case, num_layers, world=2, timeout=60)

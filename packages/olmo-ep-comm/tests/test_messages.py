@@ -150,3 +150,26 @@ def test_a_fault_on_one_rank_is_raised_on_all(processes):
     assert "rank 0: width 4, torch.float32, weights torch.float32; rank 1: width 3" in rank0[4]
     assert "rank 1: width 4, torch.bfloat16" in rank0[5]
     assert "rank 1: width 4, torch.float32, weights torch.float64" in rank0[6]
+
+
+def _disagree(rank: int, world: int, num_experts: list[int], bad_input: bool) -> list[str]:
+    """Two dispatches of ranks whose numbers of experts differ: neither may hang or go through."""
+    dispatcher = AllToAllDispatcher(num_experts=num_experts[rank])
+    messages = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="`num_experts` must be the same") as caught:
+            dispatcher.dispatch(X.half() if bad_input and rank == 0 else X, IDS, WEIGHTS)
+        messages.append(str(caught.value))
+    agreed = AllToAllDispatcher(num_experts=4)
+    dispatched = agreed.dispatch(X, IDS, WEIGHTS)
+    assert torch.equal(agreed.combine(dispatched.rows_RD, dispatched.handle), X + X)
+    return messages
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("num_experts", [[4, 8], [2, 64]])
+@pytest.mark.parametrize("bad_input", [False, True])
+def test_ranks_must_agree_on_the_number_of_experts(processes, num_experts, bad_input):
+    rank0, rank1 = processes.run(_disagree, num_experts, bad_input, world=2, timeout=60)
+    assert rank0 == rank1
+    assert f"got {num_experts} in rank order" in rank0[0]

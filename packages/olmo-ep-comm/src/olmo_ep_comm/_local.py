@@ -22,8 +22,8 @@ class _Loopback:
 class LocalDispatcher:
     """Sorts the rows by expert within one process.
 
-    On a CPU R is the number of routes. On a GPU, and anywhere under `torch.compile`, nothing is read
-    by the host: R is T*K whatever the routes, and rows past `offsets_E[-1]` are undefined.
+    On a CPU R is the number of routes. On a GPU, and anywhere under `torch.compile`, the host reads
+    nothing: R is T*K whatever the routes, and rows past `offsets_E[-1]` are undefined.
     """
 
     def __init__(self, *, num_experts: int) -> None:

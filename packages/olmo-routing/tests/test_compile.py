@@ -1,0 +1,88 @@
+"""Every function compiles into one graph that gives what eager gives, gradients included."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from olmo_routing import (
+    Router,
+    SelectionBias,
+    admit,
+    balance_loss,
+    measure_balance,
+    measure_load,
+    plan_rows,
+    route,
+    router_z_loss,
+)
+
+T, D, E, K = 13, 4, 6, 2
+GENERATOR = torch.Generator().manual_seed(0)
+LOGITS = torch.randn(T, E, generator=GENERATOR)
+SCORES = torch.softmax(LOGITS, 1)
+IDS = LOGITS.topk(K, dim=1).indices.masked_fill(torch.arange(T)[:, None] == 5, -1)
+MASK = torch.arange(T) < T - 2
+BIAS = torch.linspace(-0.1, 0.1, E)
+COUNTS = torch.arange(3 * 2 * 4).view(3, 2, 4)
+ROUTER = Router(D, E, K, selection_bias=SelectionBias(E, 0.1))
+
+CASES = {
+    "route": (lambda z: route(z, K, bias_E=BIAS, mask_T=MASK), LOGITS),
+    "route sigmoid": (
+        lambda z: route(z, K, gate="sigmoid", num_groups=3, topk_groups=2, route_scale=2.0),
+        LOGITS,
+    ),
+    "balance_loss": (lambda s: balance_loss(s, IDS, mask_T=MASK), SCORES),
+    "balance_loss by sequence": (lambda s: balance_loss(s, IDS, num_sequences=T), SCORES),
+    "router_z_loss": (lambda z: router_z_loss(z, mask_T=MASK), LOGITS),
+    "plan_rows": (lambda ids: plan_rows(ids, E, align=4), IDS),
+    "measure_balance": (lambda s: measure_balance(s, IDS, mask_T=MASK), SCORES),
+    "measure_load": (lambda mass: measure_load(COUNTS[0, 0], mass), torch.ones(4)),
+    "admit fair": (lambda counts: admit(counts, 31), COUNTS),
+    "admit tail": (lambda counts: admit(counts, 31, policy="tail"), COUNTS),
+    "Router": (lambda x: ROUTER(x, mask_T=MASK), LOGITS[:, :D]),
+    "Router with ids": (lambda x: ROUTER(x, expert_ids_TK=IDS), LOGITS[:, :D]),
+}
+
+
+def outputs_and_gradient(function, x):
+    """Return every tensor of the result by name, and the gradient of a mix of all of them."""
+    if x.is_floating_point():
+        x = x.clone().requires_grad_()
+    result: Any = function(x)
+    if isinstance(result, torch.Tensor):
+        result = {"result": result}
+    elif dataclasses.is_dataclass(result):
+        result = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    with_gradient = [value for value in result.values() if value.requires_grad]
+    if with_gradient:
+        mix = torch.stack([(value * torch.rand_like(value)).sum() for value in with_gradient])
+        (result["gradient"],) = torch.autograd.grad(mix.sum(), x)
+    return result
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_equals_eager(case):
+    function, x = CASES[case]
+    torch.manual_seed(1)
+    expected = outputs_and_gradient(function, x)
+    torch.manual_seed(1)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=False)
+    got = outputs_and_gradient(compiled, x)
+    assert ("gradient" in expected) == case.startswith(("route", "Router", "balance"))
+    assert expected.keys() == got.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype, name
+        torch.testing.assert_close(got[name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_ids_are_still_checked_outside_of_the_graph():
+    for call in (
+        lambda ids: plan_rows(ids, E),
+        lambda ids: balance_loss(SCORES, ids),
+        lambda ids: measure_balance(SCORES, ids),
+    ):
+        for wrong in (E, -2):
+            with pytest.raises(ValueError, match=r"must be in \[-1, 6\)"):
+                call(torch.full((T, K), wrong))
