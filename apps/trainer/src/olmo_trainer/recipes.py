@@ -19,11 +19,11 @@ def toy() -> TrainerConfig:
     """A 2M-parameter model on Python's own source: two minutes on a laptop CPU."""
     return TrainerConfig(
         name="toy",
-        steps=500,
+        steps=450,
         data=DataConfig(sequence_length=128),
         batch=BatchConfig(sequences=16),
         optimizer=AdamWConfig(learning_rate=6e-3, warmup_steps=30),
-        run=RunConfig(log_every=50, heldout_every=200, heldout_sequences=512),
+        run=RunConfig(log_every=50, heldout_every=150, heldout_sequences=512),
     )
 
 
