@@ -15,7 +15,6 @@ from olmo_trainer.metrics import (
     RunHeader,
     StepRecord,
     bits_per_byte,
-    perplexity,
     read_metrics,
     record_from_dict,
 )
@@ -234,8 +233,6 @@ def test_units():
     # A uniform guess over 256 bytes costs 8 bits a byte.
     assert bits_per_byte(math.log(256)) == pytest.approx(8.0)
     assert bits_per_byte(math.log(256), bytes_per_token=4) == pytest.approx(2.0)
-    assert perplexity(math.log(257)) == pytest.approx(257.0)
-    assert perplexity(1e4) == math.inf
     with pytest.raises(ValueError, match="`bytes_per_token` must be positive, got 0"):
         bits_per_byte(1.0, bytes_per_token=0)
 

@@ -142,19 +142,23 @@ class _Run:
                 progress.say(f"before training: held-out {self._hold_out(0):.4f} nats a byte")
             for step in range(first + 1, num_steps + 1):
                 record, stopping = self._step(step, stop)
-                is_last = stopping or step == num_steps
-                # Who asks to stop may not have the time of an evaluation: save before it.
-                saved = self._save(step) if stopping and step < num_steps else None
-                if is_last or _due(step, run.heldout_every):
+                stopped = stopping and step < num_steps
+                # The record comes before the checkpoint: a resume will not write it again.
+                if stopped:
+                    # Who asks to stop may not have the time of an evaluation: save before it.
+                    self._write(record)
+                    saved, heldout = self._save(step), self._hold_out(step)
+                    progress.update(replace(record, heldout_loss=heldout))
+                    progress.say(f"stopped after step {step}, as asked")
+                    return step, heldout, saved
+                if step == num_steps or _due(step, run.heldout_every):
                     record = replace(record, heldout_loss=self._hold_out(step))
-                # The record first: a resume from this step's checkpoint will not write it again.
                 self._write(record)
-                if saved is None and (is_last or _due(step, run.save_every)):
+                saved = None
+                if step == num_steps or _due(step, run.save_every):
                     saved = self._save(step)
                 progress.update(record)
-                if stopping and step < num_steps:
-                    progress.say(f"stopped after step {step}, as asked")
-                if is_last and record.heldout_loss is not None and saved is not None:
+                if record.heldout_loss is not None and saved is not None and step == num_steps:
                     return step, record.heldout_loss, saved
         raise AssertionError(f"no step to run after step {first} of {num_steps}")
 

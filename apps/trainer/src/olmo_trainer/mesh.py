@@ -33,7 +33,6 @@ class Mesh:
     expert: int
     num_expert: int
     pipeline: int
-    num_pipeline: int
     device: torch.device
     world_group: dist.ProcessGroup | None = None
     data_group: dist.ProcessGroup | None = None
@@ -100,7 +99,6 @@ def create_mesh(layout: LayoutConfig, device: torch.device) -> Mesh:
         expert=expert,
         num_expert=num_expert,
         pipeline=pipeline,
-        num_pipeline=layout.pipeline,
         device=device,
         world_group=dist.group.WORLD if dist.is_initialized() else None,
         data_group=group(lambda r: (r // num_data,)),

@@ -253,14 +253,6 @@ def bits_per_byte(loss: float, *, bytes_per_token: float = 1.0) -> float:
     return loss / (math.log(2.0) * bytes_per_token)
 
 
-def perplexity(loss: float) -> float:
-    """Turn a loss in nats per token into perplexity, `exp(loss)`; infinite when it overflows."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
-
-
 def _history(path: Path) -> Iterator[tuple[str, Record]]:
     """Yield each whole line with its record; skip a last line without an end that is no JSON."""
     lines = path.read_bytes().split(b"\n")

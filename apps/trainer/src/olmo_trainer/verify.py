@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from olmo_trainer.build import Assembly, assemble
+from olmo_trainer.build import Assembly, assemble, is_expert
 from olmo_trainer.config import (
     LayoutConfig,
     MoEConfig,
@@ -236,7 +236,7 @@ def split_batch(batch: Batch, parts: int) -> list[Batch]:
 def gather_gradients(assembly: Assembly) -> dict[str, torch.Tensor]:
     """Return every parameter's reduced gradient, whole, on every rank."""
     mine = {
-        (name, assembly.mesh.expert if ".experts." in name else 0): parameter.main_grad.clone()
+        (name, assembly.mesh.expert if is_expert(name) else 0): parameter.main_grad.clone()
         for name, parameter in assembly.parameters
     }
     shards = {key: value for each in _everywhere(mine) for key, value in each.items()}

@@ -73,7 +73,7 @@ def grouped_outer(dy_RF: Tensor, x_RD: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def _overwrite(tensor: Tensor, where: Tensor) -> Tensor:
-    # 16 bytes an element run at the speed of a copy on an H200, 2 bytes at a third of it.
+    # As elements of 16 bytes: a masked fill of 2-byte elements is far from the speed of a copy.
     tensor.view(torch.complex128).masked_fill_(where, 0)
     return tensor
 
