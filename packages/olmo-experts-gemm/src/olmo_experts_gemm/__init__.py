@@ -4,16 +4,33 @@ The rows of a batch lie sorted by expert, `offsets_E` says where the rows of eac
 every expert multiplies its own rows by its own weights:
 
 - `grouped_mm` is that product, with both gradients;
-- `swiglu_experts` is the SwiGLU MLP of every expert on its rows;
+- `swiglu_experts` is the MLP of every expert on its rows;
 - `moe_mlp` goes from tokens and their expert ids to tokens;
 - `Experts` is the module that holds the weights;
-- `GroupedMatmul` is what a product must look like to take the place of `grouped_mm`.
+- `GroupedMatmul` is what a product must look like to take the place of `grouped_mm`;
+- `SavedActivationPacker` is what keeps saved activations in another form;
+- `experts_from_hugging_face` and `experts_to_hugging_face` convert expert weights, and
+  `hugging_face_experts_forward` runs the experts of a `transformers` model.
 """
 
 from ._experts import Experts as Experts
 from ._grouped_mm import grouped_mm as grouped_mm
+from ._hugging_face import experts_from_hugging_face as experts_from_hugging_face
+from ._hugging_face import experts_to_hugging_face as experts_to_hugging_face
+from ._hugging_face import hugging_face_experts_forward as hugging_face_experts_forward
 from ._moe import moe_mlp as moe_mlp
+from ._packing import SavedActivationPacker as SavedActivationPacker
 from ._swiglu import GroupedMatmul as GroupedMatmul
 from ._swiglu import swiglu_experts as swiglu_experts
 
-__all__ = ["Experts", "GroupedMatmul", "grouped_mm", "moe_mlp", "swiglu_experts"]
+__all__ = [
+    "Experts",
+    "GroupedMatmul",
+    "SavedActivationPacker",
+    "experts_from_hugging_face",
+    "experts_to_hugging_face",
+    "grouped_mm",
+    "hugging_face_experts_forward",
+    "moe_mlp",
+    "swiglu_experts",
+]

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 IDS = (torch.int32, torch.int64)
@@ -44,17 +45,66 @@ def check_weights(name: str, w: Tensor, x_name: str, x: Tensor, shape: str, fits
 
 
 def check_experts(
-    w_gate_up_E2HD: Tensor, w_down_EDH: Tensor, x_name: str, x: Tensor
+    w_gate_up_E2HD: Tensor, w_down_EDH: Tensor, gated: bool, x_name: str, x: Tensor
 ) -> tuple[int, int, int]:
     """The two stacks of an expert MLP fit the rows and one another; return E, D and H."""
     D = x.shape[1]
     fits = w_down_EDH.ndim == 3 and w_down_EDH.shape[1] == D
     check_weights("w_down_EDH", w_down_EDH, x_name, x, f"(E, D={D}, H)", fits)
     E, _, H = w_down_EDH.shape
-    shape = (E, 2 * H, D)
+    shape = (E, 2 * H if gated else H, D)
     fits = w_gate_up_E2HD.shape == shape
-    check_weights("w_gate_up_E2HD", w_gate_up_E2HD, x_name, x, f"(E, 2H, D) = {shape}", fits)
+    letters = "(E, 2H, D)" if gated else "(E, H, D), without a gate,"
+    check_weights("w_gate_up_E2HD", w_gate_up_E2HD, x_name, x, f"{letters} = {shape}", fits)
     return E, D, H
+
+
+def check_bias(name: str, bias: Tensor | None, w_name: str, w: Tensor) -> None:
+    """A bias has one number for each output of each expert, in the dtype of the weights."""
+    if bias is None:
+        return
+    if bias.dtype != w.dtype:
+        raise TypeError(
+            f"`{name}` must have the dtype of `{w_name}`, {name_of(w.dtype)}, "
+            f"got {name_of(bias.dtype)}; cast one of them."
+        )
+    check_device(name, bias, w_name, w)
+    if bias.shape != w.shape[:2]:
+        raise ValueError(
+            f"`{name}` must have shape {tuple(w.shape[:2])}, one number an output of an expert, "
+            f"got {tuple(bias.shape)}."
+        )
+
+
+def check_main_grad(name: str, main_grad: Tensor | None, w_name: str, w: Tensor) -> None:
+    """What a weight gradient is added to is a plain float32 buffer of the shape of the weights."""
+    if main_grad is None:
+        return
+    if main_grad.dtype != torch.float32:
+        raise TypeError(f"`{name}` must be float32, got {name_of(main_grad.dtype)}.")
+    check_device(name, main_grad, w_name, w)
+    if main_grad.shape != w.shape or not main_grad.is_contiguous():
+        raise ValueError(
+            f"`{name}` must be contiguous and have the shape of `{w_name}`, {tuple(w.shape)}, "
+            f"got shape {tuple(main_grad.shape)} with strides {main_grad.stride()}."
+        )
+    if main_grad.requires_grad:
+        raise ValueError(f"`{name}` must not require a gradient; pass a plain buffer.")
+
+
+def refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """Without a rule for tangents an operator drops them, and torch says no word.
+
+    What a compiler traces has no tangents to look at: a compiled call is not checked.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                "Forward-mode derivatives (jvp, jacfwd) must not pass through this package, got "
+                "a dual tensor; use backward, or write the layer in plain torch."
+            )
 
 
 def check_device(name: str, tensor: Tensor, x_name: str, x: Tensor) -> None:

@@ -9,12 +9,14 @@ Shapes: R rows, E experts held, D model width, H expert hidden width.
 import torch
 from torch import Tensor, nn
 
+from ._activation import Activation, check_activation, has_gate
 from ._grouped_mm import Impl
+from ._packing import SavedActivationPacker
 from ._swiglu import GroupedMatmul, check_one_product, swiglu_experts
 
 
 class Experts(nn.Module):
-    """`num_experts` SwiGLU MLPs that run on rows sorted by expert.
+    """`num_experts` MLPs that run on rows sorted by expert.
 
     Args:
         num_experts: E, at least 1.
@@ -22,15 +24,20 @@ class Experts(nn.Module):
         d_hidden: H, at least 1.
         device: Where the parameters are made.
         dtype: Their dtype; torch's default when `None`.
-        impl: Which grouped product, as for `grouped_mm`.
+        activation: As for `swiglu_experts`.
+        bias: Whether both products add a bias.
+        impl: Which grouped product, as for `swiglu_experts`.
         matmul: A product to use in place of `grouped_mm`; leave `impl` at `"auto"` with it.
 
     Attributes:
-        w_gate_up_E2HD: Gate rows first, then up rows, (E, 2H, D).
+        w_gate_up_E2HD: Gate rows first, then up rows, (E, 2H, D); (E, H, D) without a gate.
         w_down_EDH: (E, D, H).
+        b_gate_up_E2H: (E, 2H), (E, H) without a gate; `None` without biases.
+        b_down_ED: (E, D); `None` without biases.
 
     Raises:
-        ValueError: A size is below 1, or both `impl` and `matmul` are given.
+        ValueError: A size is below 1, `activation` is unknown, or both `impl` and `matmul` are
+            given.
     """
 
     def __init__(
@@ -41,6 +48,8 @@ class Experts(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        activation: Activation = "swiglu",
+        bias: bool = False,
         impl: Impl = "auto",
         matmul: GroupedMatmul | None = None,
     ) -> None:
@@ -49,31 +58,45 @@ class Experts(nn.Module):
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {size}.")
+        check_activation(activation)
         check_one_product(impl, matmul)
+        self.activation: Activation = activation
         self.impl: Impl = impl
         self.matmul = matmul
-        self.w_gate_up_E2HD = nn.Parameter(
-            torch.empty(num_experts, 2 * d_hidden, d_model, device=device, dtype=dtype)
-        )
-        self.w_down_EDH = nn.Parameter(
-            torch.empty(num_experts, d_model, d_hidden, device=device, dtype=dtype)
-        )
+        width = 2 * d_hidden if has_gate(activation) else d_hidden
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
+
+        self.w_gate_up_E2HD = parameter(width, d_model)
+        self.w_down_EDH = parameter(d_model, d_hidden)
+        self.b_gate_up_E2H = parameter(width) if bias else None
+        self.b_down_ED = parameter(d_model) if bias else None
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw both stacks uniformly from `(-b, b)`, `b = 1 / sqrt(inner width)`, as `nn.Linear`.
+        """Draw all uniformly from `(-b, b)`, `b = 1 / sqrt(inner width)`, as `nn.Linear`.
 
         Args:
             generator: The source of the numbers, on the device of the parameters; torch's default
-                one when `None`. `w_gate_up_E2HD` is drawn first.
+                one when `None`. `w_gate_up_E2HD` is drawn first, then `w_down_EDH`, then biases.
         """
-        for weight in (self.w_gate_up_E2HD, self.w_down_EDH):
-            bound = weight.shape[-1] ** -0.5
-            weight.uniform_(-bound, bound, generator=generator)
+        stacks = (self.w_gate_up_E2HD, self.w_down_EDH)
+        biases = (self.b_gate_up_E2H, self.b_down_ED)
+        bounds = [stack.shape[-1] ** -0.5 for stack in stacks]
+        for tensor, bound in zip((*stacks, *biases), bounds * 2, strict=True):
+            if tensor is not None:
+                tensor.uniform_(-bound, bound, generator=generator)
 
     def forward(
-        self, rows_RD: Tensor, offsets_E: Tensor, *, row_weights_R: Tensor | None = None
+        self,
+        rows_RD: Tensor,
+        offsets_E: Tensor,
+        *,
+        row_weights_R: Tensor | None = None,
+        main_grads: tuple[Tensor, Tensor] | None = None,
+        pack: SavedActivationPacker | None = None,
     ) -> Tensor:
         """Run each expert on its rows; arguments and result are those of `swiglu_experts`."""
         return swiglu_experts(
@@ -82,6 +105,11 @@ class Experts(nn.Module):
             self.w_down_EDH,
             offsets_E,
             row_weights_R=row_weights_R,
+            activation=self.activation,
+            b_gate_up_E2H=self.b_gate_up_E2H,
+            b_down_ED=self.b_down_ED,
+            main_grads=main_grads,
+            pack=pack,
             impl=self.impl,
             matmul=self.matmul,
         )
@@ -89,4 +117,6 @@ class Experts(nn.Module):
     def extra_repr(self) -> str:
         """Sizes for `print`."""
         num_experts, d_model, d_hidden = self.w_down_EDH.shape
-        return f"num_experts={num_experts}, d_model={d_model}, d_hidden={d_hidden}"
+        sizes = f"num_experts={num_experts}, d_model={d_model}, d_hidden={d_hidden}"
+        activation = "" if self.activation == "swiglu" else f", activation={self.activation!r}"
+        return sizes + activation + (", bias=True" if self.b_down_ED is not None else "")

@@ -14,17 +14,23 @@ They are torch operators (`torch.ops.olmo_experts_gemm`), opaque to `torch.compi
 Shapes: R rows, E experts, D inner width, F outer width.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from . import _torch_grouped_mm, reference
-from ._checks import check_offsets, check_rows, check_weights
+from . import _torch_grouped_mm, _triton_product, reference
+from ._checks import (
+    check_main_grad,
+    check_offsets,
+    check_rows,
+    check_weights,
+    refuse_forward_mode,
+)
 
-Impl = Literal["auto", "reference", "torch"]
+Impl = Literal["auto", "reference", "torch", "triton"]
 
-_PRODUCTS = {"reference": reference, "torch": _torch_grouped_mm}
+_PRODUCTS = {"reference": reference, "torch": _torch_grouped_mm, "triton": _triton_product}
 
 
 def grouped_mm(
@@ -32,6 +38,7 @@ def grouped_mm(
     w_EFD: Tensor,
     offsets_E: Tensor,
     *,
+    main_grad_EFD: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Multiply the rows of each expert by its weights, `y = x @ w[e].T`.
@@ -42,12 +49,22 @@ def grouped_mm(
             `x_RD`.
         offsets_E: Where the rows of each expert end, (E,) int32 on the device of `x_RD`: a running
             sum of the rows an expert, at most R. Equal neighbours are an expert without rows.
+        main_grad_EFD: A contiguous float32 buffer, (E, F, D), to which backward adds the gradient
+            of `w_EFD`, if that requires one. `w_EFD` itself then gets no gradient (`None`), and no
+            hook on its gradient runs. Every backward through this call adds to it, also one that
+            `torch.autograd.grad` runs for another gradient. The buffer may change between forward
+            and backward; under `torch.compile` torch raises if it does, unless it was passed as
+            `buffer.data`.
         impl: `"reference"` loops over the experts in plain torch: any dtype and size; on a GPU it
             reads the offsets, so the host waits. `"torch"` is torch's `grouped_mm`: on CPU
             bfloat16, float16 and float32; on CUDA bfloat16 on compute capability 9.x or 10.x, with
-            no host sync; D and F multiples of 16 bytes; operands in another layout are copied.
-            `"auto"` is `"torch"` on CUDA where it can run and `"reference"` everywhere else (on
-            CPU the two take the same time).
+            no host sync; D and F multiples of 16 bytes. `"triton"` is the kernels of this package,
+            without a host sync: CUDA of compute capability 8.0 or newer, bfloat16 and float16, D
+            and F multiples of 8, up to 512 experts, fewer than 2^30 rows; on CPU in Triton's
+            interpreter alone, in float16 and float32. Both copy operands that have gaps or are not
+            aligned to 16 bytes, and use `w_EFD` as it is when it or `w_EFD.mT` is packed.
+            `"auto"` is the first of `"triton"`, `"torch"` and `"reference"` that can run on CUDA,
+            and `"reference"` everywhere else.
 
     Returns:
         `y_RF`, (R, F), of the dtype of `x_RD`. Rows past `offsets_E[-1]` are zero.
@@ -55,31 +72,55 @@ def grouped_mm(
     Raises:
         TypeError: A dtype is not one of those above.
         ValueError: Shapes or devices do not match, the offsets are not a running sum within R (seen
-            on CPU tensors only), or the named `impl` cannot run here.
+            on CPU tensors only), the named `impl` cannot run here, or `main_grad_EFD` is not a
+            plain contiguous buffer of the shape of `w_EFD`.
+        NotImplementedError: A tensor carries a forward-mode tangent (not seen when compiled).
+        RuntimeError: In a backward with `create_graph=True`, when `main_grad_EFD` was given.
 
     Note:
-        Differentiable in `x_RD` and `w_EFD`. Rows past `offsets_E[-1]`, of `x_RD` and of the
-        incoming gradient alike, are never read: NaN in them reaches nothing, and their `dx` is
-        zero. An expert without rows gets a weight gradient of exact zeros.
+        Differentiable in `x_RD` and `w_EFD`, to any order without `main_grad_EFD`. Rows past
+        `offsets_E[-1]`, of `x_RD` and of the incoming gradient alike, are never read: NaN in them
+        reaches nothing, and their `dx` is zero. An expert without rows gets a weight gradient of
+        exact zeros. `torch.func.grad` raises; `torch.func.vmap` runs one call after another.
 
         Sums run in float32 (float64 for float64) and are rounded once to the output; float32 on
-        CUDA follows torch's TF32 switch. Both implementations are deterministic. Saved for
-        backward: `x_RD` and `w_EFD`.
+        CUDA follows torch's TF32 switch. `"triton"` adds an unrounded sum to an aligned
+        `main_grad_EFD`. All implementations are deterministic. Saved for backward: `x_RD` and
+        `w_EFD`.
     """
     check_rows("x_RD", x_RD)
     fits = w_EFD.ndim == 3 and w_EFD.shape[2] == x_RD.shape[1]
     check_weights("w_EFD", w_EFD, "x_RD", x_RD, f"(E, F, D={x_RD.shape[1]})", fits)
     check_offsets(offsets_E, w_EFD.shape[0], "x_RD", x_RD)
-    return grouped_mm_op(x_RD, w_EFD, offsets_E, pick(impl, x_RD, *w_EFD.shape))
+    check_main_grad("main_grad_EFD", main_grad_EFD, "w_EFD", w_EFD)
+    refuse_forward_mode(x_RD, w_EFD)
+    chosen = pick(impl, x_RD, x_RD.shape[0], *w_EFD.shape)
+    return multiply(x_RD, w_EFD, offsets_E, main_grad_EFD, chosen)
 
 
-def pick(impl: Impl, x_RD: Tensor, num_experts: int, *widths: int) -> Impl:
-    """Name the implementation that multiplies, or raise when the named one cannot."""
-    if impl not in ("auto", *_PRODUCTS):
-        raise ValueError(f"`impl` must be 'auto', 'reference' or 'torch', got {impl!r}.")
-    if impl == "reference" or (impl == "auto" and x_RD.device.type != "cuda"):
+def pick(impl: Impl, x: Tensor, num_rows: int, num_experts: int, *widths: int) -> Impl:
+    """Name the implementation that multiplies `num_rows` rows, or raise when the named one cannot.
+
+    Args:
+        impl: What the caller asks for.
+        x: Where and in which dtype the products run.
+        num_rows: R.
+        num_experts: E.
+        *widths: Every matrix width of the products.
+    """
+    if impl not in get_args(Impl):
+        raise ValueError(f"`impl` must be 'auto', 'reference', 'torch' or 'triton', got {impl!r}.")
+    if impl == "reference" or (impl == "auto" and x.device.type != "cuda"):
         return "reference"
-    reason = _torch_grouped_mm.why_not(x_RD, num_experts, *widths)
+    if impl in ("auto", "triton"):
+        reason = _triton_product.why_not(x, num_rows, num_experts, *widths)
+        if not reason:
+            return "triton"
+        if impl == "triton":
+            raise ValueError(
+                f"`impl='triton'` cannot run: {reason}; use impl='auto', 'torch' or 'reference'."
+            )
+    reason = _torch_grouped_mm.why_not(x, num_experts, *widths)
     if reason and impl == "torch":
         raise ValueError(
             f"`impl='torch'` cannot run: torch's grouped_mm was asked, and {reason}; "
@@ -88,9 +129,18 @@ def pick(impl: Impl, x_RD: Tensor, num_experts: int, *widths: int) -> Impl:
     return "reference" if reason else "torch"
 
 
+def multiply(
+    x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor, main_grad_EFD: Tensor | None, impl: str
+) -> Tensor:
+    """`grouped_mm` without checks, of a chosen implementation."""
+    if main_grad_EFD is None:
+        return grouped_mm_op(x_RD, w_EFD, offsets_E, impl)
+    return grouped_mm_main_grad_op(x_RD, w_EFD, offsets_E, main_grad_EFD, impl)
+
+
 @torch.library.custom_op("olmo_experts_gemm::grouped_mm", mutates_args=())
 def grouped_mm_op(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor, impl: str) -> Tensor:
-    """`grouped_mm` without checks, of a chosen implementation."""
+    """`y = x @ w[e].T`, (R, F)."""
     return _PRODUCTS[impl].grouped_mm(x_RD, w_EFD, offsets_E)
 
 
@@ -98,6 +148,25 @@ def grouped_mm_op(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor, impl: str) -> 
 def grouped_outer_op(dy_RF: Tensor, x_RD: Tensor, offsets_E: Tensor, impl: str) -> Tensor:
     """`dw[e] = dy_e.T @ x_e`, (E, F, D)."""
     return _PRODUCTS[impl].grouped_outer(dy_RF, x_RD, offsets_E)
+
+
+@torch.library.custom_op("olmo_experts_gemm::grouped_mm_main_grad", mutates_args=())
+def grouped_mm_main_grad_op(
+    x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor, main_grad_EFD: Tensor, impl: str
+) -> Tensor:
+    """`grouped_mm` whose backward adds the gradient of the weights to a buffer."""
+    return _PRODUCTS[impl].grouped_mm(x_RD, w_EFD, offsets_E)
+
+
+@torch.library.custom_op("olmo_experts_gemm::add_grouped_outer", mutates_args=("into_EFD",))
+def add_grouped_outer_op(
+    into_EFD: Tensor, dy_RF: Tensor, x_RD: Tensor, offsets_E: Tensor, impl: str
+) -> None:
+    """`into[e] += dy_e.T @ x_e`."""
+    if impl == "triton":
+        _triton_product.add_grouped_outer(into_EFD, dy_RF, x_RD, offsets_E)
+    else:
+        into_EFD.add_(_PRODUCTS[impl].grouped_outer(dy_RF, x_RD, offsets_E))
 
 
 @grouped_mm_op.register_fake
@@ -108,6 +177,16 @@ def _(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor, impl: str) -> Tensor:
 @grouped_outer_op.register_fake
 def _(dy_RF: Tensor, x_RD: Tensor, offsets_E: Tensor, impl: str) -> Tensor:
     return dy_RF.new_empty(offsets_E.shape[0], dy_RF.shape[1], x_RD.shape[1])
+
+
+@grouped_mm_main_grad_op.register_fake
+def _(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor, main_grad: Tensor, impl: str) -> Tensor:
+    return x_RD.new_empty(x_RD.shape[0], w_EFD.shape[1])
+
+
+@add_grouped_outer_op.register_fake
+def _(into_EFD: Tensor, dy_RF: Tensor, x_RD: Tensor, offsets_E: Tensor, impl: str) -> None:
+    return None
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -131,5 +210,30 @@ def _grouped_outer_backward(ctx: Any, g_EFD: Tensor) -> tuple[Tensor | None, ...
     return g_dy_RF, g_x_RD, None, None
 
 
+def _save_main_grad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    # Not saved as an input: the buffer may change before backward, and backward wants it changed.
+    x_RD, w_EFD, offsets_E, ctx.main_grad_EFD, ctx.impl = inputs
+    ctx.save_for_backward(x_RD, w_EFD, offsets_E)
+
+
+def _main_grad_backward(ctx: Any, dy_RF: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_second_order_main_grad()
+    x_RD, w_EFD, offsets_E = ctx.saved_tensors
+    needs_dx, needs_dw, *_ = ctx.needs_input_grad
+    dx_RD = grouped_mm_op(dy_RF, w_EFD.mT, offsets_E, ctx.impl) if needs_dx else None
+    if needs_dw:
+        add_grouped_outer_op(ctx.main_grad_EFD, dy_RF, x_RD, offsets_E, ctx.impl)
+    return dx_RD, None, None, None, None
+
+
+def refuse_second_order_main_grad() -> None:
+    """A gradient that went into a buffer has no graph behind it."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "`create_graph=True` must not meet a `main_grad` buffer, got both; leave one out."
+        )
+
+
 grouped_mm_op.register_autograd(_grouped_mm_backward, setup_context=_save)
 grouped_outer_op.register_autograd(_grouped_outer_backward, setup_context=_save)
+grouped_mm_main_grad_op.register_autograd(_main_grad_backward, setup_context=_save_main_grad)

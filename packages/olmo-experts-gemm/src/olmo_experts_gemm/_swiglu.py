@@ -1,22 +1,36 @@
-"""The expert MLP: a SwiGLU feed-forward network an expert, on rows sorted by expert.
+"""The expert MLP: a gated feed-forward network an expert, on rows sorted by expert.
 
-    [gate, up] = x @ w_gate_up[e].T
-    f(x)       = (silu(gate) * up) @ w_down[e].T
+    [gate, up] = x @ w_gate_up[e].T + b_gate_up[e]
+    f(x)       = (silu(gate) * up) @ w_down[e].T + b_down[e]
     y[r]       = row_weight[r] * f(x[r])
 
-SwiGLU: Shazeer, arXiv:2002.05202, equation 6. The row weight is the combine weight of the route
-that brought the row, so that collecting a token's rows afterwards is a pure sum.
+SwiGLU: Shazeer, arXiv:2002.05202, equation 6; `_activation` has the others. The row weight is the
+combine weight of the route that brought the row, so that collecting a token's rows afterwards is a
+pure sum.
 
 Shapes: R rows, E experts, D model width, H expert hidden width.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ._checks import FLOATS, check_device, check_experts, check_offsets, check_rows, name_of
-from ._grouped_mm import Impl, grouped_mm_op, pick
+from ._activation import Activation, activate, check_activation, has_gate
+from ._checks import (
+    FLOATS,
+    check_bias,
+    check_device,
+    check_experts,
+    check_main_grad,
+    check_offsets,
+    check_rows,
+    name_of,
+    refuse_forward_mode,
+)
+from ._fused_mlp import expert_mlp_op
+from ._grouped_mm import Impl, grouped_mm_op, multiply, pick
+from ._packing import SavedActivationPacker, memory_of, packing
 
 
 class GroupedMatmul(Protocol):
@@ -32,6 +46,33 @@ class GroupedMatmul(Protocol):
         ...
 
 
+class Stacks(NamedTuple):
+    """The parameters of an expert MLP, and the buffers of its weight gradients."""
+
+    w_gate_up: Tensor
+    w_down: Tensor
+    b_gate_up: Tensor | None
+    b_down: Tensor | None
+    main_gate_up: Tensor | None
+    main_down: Tensor | None
+
+    @staticmethod
+    def of(
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        b_gate_up: Tensor | None,
+        b_down: Tensor | None,
+        main_grads: tuple[Tensor, Tensor] | None,
+    ) -> "Stacks":
+        """From the arguments of a public function."""
+        if main_grads is not None and len(main_grads) != 2:
+            raise ValueError(
+                "`main_grads` must be two buffers, of `w_gate_up_E2HD` and of `w_down_EDH`, "
+                f"got {len(main_grads)}."
+            )
+        return Stacks(w_gate_up, w_down, b_gate_up, b_down, *(main_grads or (None, None)))
+
+
 def swiglu_experts(
     x_RD: Tensor,
     w_gate_up_E2HD: Tensor,
@@ -39,64 +80,107 @@ def swiglu_experts(
     offsets_E: Tensor,
     *,
     row_weights_R: Tensor | None = None,
+    activation: Activation = "swiglu",
+    b_gate_up_E2H: Tensor | None = None,
+    b_down_ED: Tensor | None = None,
+    main_grads: tuple[Tensor, Tensor] | None = None,
+    pack: SavedActivationPacker | None = None,
     impl: Impl = "auto",
     matmul: GroupedMatmul | None = None,
 ) -> Tensor:
-    """Run the SwiGLU MLP of each expert on its rows, and scale each row by its weight.
+    """Run the MLP of each expert on its rows, and scale each row by its weight.
 
     Args:
         x_RD: Rows sorted by expert, (R, D); float16, bfloat16, float32 or float64. R may be 0.
-        w_gate_up_E2HD: Gate rows first, then up rows, (E, 2H, D); the dtype of `x_RD`.
+        w_gate_up_E2HD: Gate rows first, then up rows, (E, 2H, D); (E, H, D) for `"relu_squared"`,
+            which has no gate; the dtype of `x_RD`.
         w_down_EDH: (E, D, H); the dtype of `x_RD`.
         offsets_E: Where the rows of each expert end, (E,) int32, as for `grouped_mm`.
         row_weights_R: A factor a row of the output, (R,), any float dtype; `None` means 1. A row
-            of weight 0 is 0 wherever its `f(x)` is finite.
-        impl: Which product, as for `grouped_mm`; one choice serves both products.
-        matmul: A product to use in place of `grouped_mm`; leave `impl` at `"auto"` with it.
+            of weight 0 is 0 wherever its `f(x)` is finite. `"triton"` converts it to float32,
+            float64 too.
+        activation: `"swiglu"`; `"geglu"`, with the exact gelu; `"relu_squared"`, without a gate; or
+            `"clamped_swiglu"`, that of gpt-oss: `g sigmoid(1.702 g) (u + 1)` of `g = min(gate, 7)`
+            and `u` = up within -7 and 7.
+        b_gate_up_E2H: Added to the first product, (E, 2H), or (E, H) without a gate; the dtype of
+            the stacks.
+        b_down_ED: Added to the second product before the row weight, (E, D).
+        main_grads: Two contiguous float32 buffers of the shapes of the stacks, to which backward
+            adds their gradients, as `main_grad_EFD` of `grouped_mm`. The biases have none.
+        pack: Keeps `x_RD` and the pre-activations for backward in a form of its own; no other
+            tensor is given to it. Its hooks take the place of saved-tensor hooks around this call
+            for all that is saved here. Not under `torch.compile`.
+        impl: Which product, as for `grouped_mm`; one choice serves both products. `"triton"` is the
+            fused MLP, which is differentiable once.
+        matmul: A product to use in place of `grouped_mm`; leave `impl` at `"auto"`, and
+            `main_grads` and `pack` at `None`, with it.
 
     Returns:
         `y_RD`, (R, D), of the dtype of `x_RD`. Rows past `offsets_E[-1]` are zero.
 
     Raises:
         TypeError: A dtype is not one of those above.
-        ValueError: Shapes or devices do not match, the offsets are not a running sum within R (seen
-            on CPU tensors only), `impl` cannot run here or comes together with `matmul`, or
-            `matmul` returns another shape or dtype.
+        ValueError: Shapes or devices do not match, `activation` is unknown, the offsets are not a
+            running sum within R (seen on CPU tensors only), `impl` cannot run here, `matmul` comes
+            together with `impl`, `main_grads` or `pack`, or `matmul` or `pack.unpack` returns
+            another shape or dtype.
+        NotImplementedError: A tensor carries a forward-mode tangent (not seen when compiled).
+        RuntimeError: A second derivative through `"triton"`, or `create_graph=True` with
+            `main_grads`.
 
     Note:
-        Differentiable in the rows, both weights and the row weights. Rows past `offsets_E[-1]` and
-        their row weights and incoming gradients are never read; their gradients are zero. The
-        activation runs in the dtype of `x_RD`; a row weight of a wider dtype multiplies in that
-        dtype, and its gradient `<dy[r], f(x[r])>` is summed in it.
+        Differentiable in the rows, both weights, both biases and the row weights, once by
+        `"triton"` and to any order by the others; `torch.func.grad` raises. Rows past
+        `offsets_E[-1]` and their row weights and incoming gradients are never read; their gradients
+        are zero. `"reference"` and `"torch"` run the
+        activation in the dtype of `x_RD`, and a row weight of a wider dtype multiplies in that
+        dtype, and its gradient `<dy[r], f(x[r])>` is summed in it; `"triton"` does all of that in
+        float32, and scales before the second product.
 
-        Held for backward beyond the inputs, a row: `4 H` elements, and `D` more with row weights.
+        Held for backward beyond the inputs, a row, for the SwiGLU in 16 bits: `4 H` bytes by
+        `"triton"`, and 4 for a row weight that is not float32; by the others `8 H` bytes, and `2 D`
+        more with row weights. The rows are an input: `2 D` bytes each, unless they are packed.
     """
     check_rows("x_RD", x_RD)
-    E, D, H = check_experts(w_gate_up_E2HD, w_down_EDH, "x_RD", x_RD)
+    stacks = Stacks.of(w_gate_up_E2HD, w_down_EDH, b_gate_up_E2H, b_down_ED, main_grads)
+    E, D, H = check_stacks(stacks, activation, "x_RD", x_RD)
     check_offsets(offsets_E, E, "x_RD", x_RD)
     if row_weights_R is not None:
         _check_row_weights(row_weights_R, x_RD)
-    check_one_product(impl, matmul)
+    check_one_product(impl, matmul, main_grads=main_grads, pack=pack)
+    refuse_forward_mode(x_RD, row_weights_R, *stacks)
+    chosen = pick(impl, x_RD, x_RD.shape[0], E, D, H)
+    if chosen == "triton" and matmul is None:
+        return run_fused(x_RD, stacks, row_weights_R, (offsets_E, None, None), 1, activation, pack)
+    return run_products(x_RD, stacks, row_weights_R, offsets_E, activation, pack, chosen, matmul)
 
+
+def check_stacks(stacks: Stacks, activation: str, x_name: str, x: Tensor) -> tuple[int, int, int]:
+    """Everything that belongs to the experts fits; return E, D and H."""
+    check_activation(activation)
+    w_gate_up, w_down, b_gate_up, b_down, main_gate_up, main_down = stacks
+    sizes = check_experts(w_gate_up, w_down, has_gate(activation), x_name, x)
+    check_bias("b_gate_up_E2H", b_gate_up, "w_gate_up_E2HD", w_gate_up)
+    check_bias("b_down_ED", b_down, "w_down_EDH", w_down)
+    check_main_grad("main_grads[0]", main_gate_up, "w_gate_up_E2HD", w_gate_up)
+    check_main_grad("main_grads[1]", main_down, "w_down_EDH", w_down)
+    return sizes
+
+
+def check_one_product(impl: Impl, matmul: GroupedMatmul | None, **others: object) -> None:
+    """`matmul` leaves nothing for `impl` to choose, and keeps its own gradients and tensors."""
     if matmul is None:
-        chosen = pick(impl, x_RD, E, D, H)
-        hidden_R2H = grouped_mm_op(x_RD, w_gate_up_E2HD, offsets_E, chosen)
-        y_RD = grouped_mm_op(_swiglu(hidden_R2H), w_down_EDH, offsets_E, chosen)
-    else:
-        hidden_R2H = _guarded(matmul, x_RD, w_gate_up_E2HD, offsets_E)
-        y_RD = _guarded(matmul, _swiglu(hidden_R2H), w_down_EDH, offsets_E)
-    if row_weights_R is None:
-        return y_RD
-    weights_R1 = _zero_tail(row_weights_R[:, None], offsets_E)
-    return (y_RD * weights_R1).to(y_RD.dtype)
-
-
-def check_one_product(impl: Impl, matmul: GroupedMatmul | None) -> None:
-    """`matmul` leaves nothing for `impl` to choose."""
-    if matmul is not None and impl != "auto":
+        return
+    if impl != "auto":
         raise ValueError(
             f"`impl` must stay 'auto' when `matmul` is given, got impl={impl!r}; pass one of them."
         )
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(
+                f"`{name}` must stay None when `matmul` is given, got both; what `matmul` saves, "
+                "and where its gradients go, is its own affair."
+            )
 
 
 def _check_row_weights(row_weights_R: Tensor, x_RD: Tensor) -> None:
@@ -110,9 +194,71 @@ def _check_row_weights(row_weights_R: Tensor, x_RD: Tensor) -> None:
         )
 
 
-def _swiglu(hidden_R2H: Tensor) -> Tensor:
-    gate_RH, up_RH = hidden_R2H.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate_RH) * up_RH
+def run_fused(
+    x: Tensor,
+    stacks: Stacks,
+    weights: Tensor | None,
+    maps: tuple[Tensor, Tensor | None, Tensor | None],
+    top_k: int,
+    activation: str,
+    pack: SavedActivationPacker | None,
+) -> Tensor:
+    """Run the fused kernels on tokens (with their maps) or on rows, without checks."""
+    if weights is not None:
+        weights = weights.float()
+    inputs = (x, *stacks[:4], weights)
+    save_hidden = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    arguments = (*inputs, *stacks[4:], *maps, top_k, activation, save_hidden)
+    if pack is None:
+        return expert_mlp_op(*arguments)[0]
+    # Of the floats that the operator saves, all but these are `x` and the pre-activations.
+    others = {memory_of(t) for t in (*stacks[:4], weights) if t is not None}
+    with packing(pack, lambda t: t.is_floating_point() and memory_of(t) not in others):
+        return expert_mlp_op(*arguments)[0]
+
+
+def run_products(
+    x_RD: Tensor,
+    stacks: Stacks,
+    row_weights_R: Tensor | None,
+    offsets_E: Tensor,
+    activation: str,
+    pack: SavedActivationPacker | None,
+    impl: Impl,
+    matmul: GroupedMatmul | None,
+) -> Tensor:
+    """Run two products and plain torch between them, without checks."""
+
+    def product(rows: Tensor, w: Tensor, bias: Tensor | None, main_grad: Tensor | None) -> Tensor:
+        if matmul is None:
+            y = multiply(rows, w, offsets_E, main_grad, impl)
+        else:
+            y = _guarded(matmul, rows, w, offsets_E)
+        return y if bias is None else y + _bias_rows(bias, offsets_E, len(rows), impl)
+
+    activations = {memory_of(x_RD)} if pack is not None else set()
+    with packing(pack, lambda t: memory_of(t) in activations):
+        hidden = product(x_RD, stacks.w_gate_up, stacks.b_gate_up, stacks.main_gate_up)
+        if pack is not None:
+            activations.add(memory_of(hidden))
+        a_RH = activate(hidden, activation)
+        y_RD = product(a_RH, stacks.w_down, stacks.b_down, stacks.main_down)
+        if row_weights_R is None:
+            return y_RD
+        weights_R1 = _zero_tail(row_weights_R[:, None], offsets_E)
+        return (y_RD * weights_R1).to(y_RD.dtype)
+
+
+def _bias_rows(bias_EF: Tensor, offsets_E: Tensor, num_rows: int, impl: Impl) -> Tensor:
+    """The bias of each row's expert, (R, F), and zeros past the last offset.
+
+    A product with rows of `(1, 0, ...)`: exact, and its gradient is a sum without atomics.
+    """
+    width = 8  # what every implementation can multiply
+    ones = bias_EF.new_zeros(num_rows, width)
+    ones[:, 0] = 1
+    stack = torch.nn.functional.pad(bias_EF[:, :, None], (0, width - 1))
+    return grouped_mm_op(ones, stack, offsets_E, impl)
 
 
 def _zero_tail(rows: Tensor, offsets_E: Tensor) -> Tensor:

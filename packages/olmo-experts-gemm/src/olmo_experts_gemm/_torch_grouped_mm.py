@@ -12,10 +12,11 @@ Nothing here reads the device from the host. Overwriting costs one pass over the
 import torch
 from torch import Tensor
 
+from ._layout import ALIGNMENT_BYTES, copy, is_packed, packed
+
 # torch 2.10 made the name public.
 _torch_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 
-_ALIGNMENT_BYTES = 16
 _MAX_CUDA_EXPERTS = 1023
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -34,8 +35,8 @@ def why_not(x_RD: Tensor, num_experts: int, *widths: int) -> str | None:
     if dtype not in _DTYPES:
         return f"it multiplies bfloat16, float16 or float32, not {dtype}".replace("torch.", "")
     for width in widths:
-        if width * dtype.itemsize % _ALIGNMENT_BYTES:
-            multiple = _ALIGNMENT_BYTES // dtype.itemsize
+        if width * dtype.itemsize % ALIGNMENT_BYTES:
+            multiple = ALIGNMENT_BYTES // dtype.itemsize
             return f"every width must be a multiple of {multiple} (16 bytes), got {width}"
     return _why_not_cuda(dtype, device, num_experts) if device.type == "cuda" else None
 
@@ -57,8 +58,8 @@ def grouped_mm(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
     if x_RD.numel() == 0 or w_EFD.numel() == 0:  # some releases fail to launch on nothing
         return x_RD.new_zeros(x_RD.shape[0], w_EFD.shape[1])
     # Either dimension of a weight may be the inner one, so the `w.mT` of a backward is not copied.
-    w_EFD = w_EFD if _is_packed(w_EFD) or _is_packed(w_EFD.mT) else _copy(w_EFD)
-    y_RF = _torch_grouped_mm(_packed(x_RD), w_EFD.mT, offs=offsets_E)
+    w_EFD = w_EFD if is_packed(w_EFD) or is_packed(w_EFD.mT) else copy(w_EFD)
+    y_RF = _torch_grouped_mm(packed(x_RD), w_EFD.mT, offs=offsets_E)
     rows_R = torch.arange(y_RF.shape[0], device=y_RF.device)
     return _overwrite(y_RF, (rows_R >= offsets_E[-1])[:, None])
 
@@ -67,7 +68,7 @@ def grouped_outer(dy_RF: Tensor, x_RD: Tensor, offsets_E: Tensor) -> Tensor:
     """Sum the outer products of each expert's rows, (E, F, D); an expert without rows gets zero."""
     if dy_RF.numel() == 0 or x_RD.numel() == 0:
         return dy_RF.new_zeros(offsets_E.shape[0], dy_RF.shape[1], x_RD.shape[1])
-    dw_EFD = _torch_grouped_mm(_packed(dy_RF).t(), _packed(x_RD), offs=offsets_E)
+    dw_EFD = _torch_grouped_mm(packed(dy_RF).t(), packed(x_RD), offs=offsets_E)
     counts_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))
     return _overwrite(dw_EFD, (counts_E == 0)[:, None, None])
 
@@ -76,19 +77,3 @@ def _overwrite(tensor: Tensor, where: Tensor) -> Tensor:
     # As elements of 16 bytes: a masked fill of 2-byte elements is far from the speed of a copy.
     tensor.view(torch.complex128).masked_fill_(where, 0)
     return tensor
-
-
-def _is_packed(tensor: Tensor) -> bool:
-    """Row-major without gaps, and aligned. `is_contiguous` ignores strides of dimensions of 1."""
-    strides = [1]
-    for size in reversed(tensor.shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return tensor.stride() == tuple(strides) and tensor.data_ptr() % _ALIGNMENT_BYTES == 0
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _packed(tensor: Tensor) -> Tensor:
-    return tensor if _is_packed(tensor) else _copy(tensor)

@@ -1,0 +1,283 @@
+"""The order in which the kernels of the expert MLP run, forward and backward.
+
+    forward    hidden, a = up_product(x)     rows = row_product(a)      y = collect(rows)
+    backward   d_hidden, s a, ds = down_gradient(dy)
+               d w_down    = weight_gradient(dy, s a)
+               d x         = collect(row_product(d_hidden))
+               d w_gate_up = weight_gradient(d_hidden, x)
+
+Rows that lie ready (`route_R` is None) need no collect. The tokens and `hidden` are all that is
+kept between the two; every other tensor of rows is freed as soon as the next one is made of it.
+
+Shapes: T tokens, K routes a token, R rows, E experts, D model width, H expert hidden width.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._layout import is_packed, packed
+from ._triton_product import launching_on
+
+
+class Rows(NamedTuple):
+    """Whose the rows are and where they come from."""
+
+    offsets_E: Tensor
+    """Ends of the experts' rows, int32."""
+    weights: Tensor | None
+    """A float32 factor a route, (T, K), or a row, (R,)."""
+    route_R: Tensor | None
+    """The route in each row, int32, or None for rows that lie ready."""
+    row_TK: Tensor | None
+    """The row of each route, int32; -1 for none."""
+    top_k: int
+    """Routes a token."""
+    activation: str
+
+    def packed(self) -> "Rows":
+        """The same, laid out as the kernels read it."""
+        weights, route_R, row_TK = self.weights, self.route_R, self.row_TK
+        return self._replace(
+            offsets_E=packed(self.offsets_E),
+            weights=None if weights is None else packed(weights),
+            route_R=None if route_R is None else packed(route_R),
+            row_TK=None if row_TK is None else packed(row_TK),
+        )
+
+    def of(self, x: Tensor) -> int:
+        """How many rows `x` becomes."""
+        return (x if self.route_R is None else self.route_R).shape[0]
+
+
+class Needs(NamedTuple):
+    """Which gradients somebody asks for."""
+
+    x: bool
+    w_gate_up: bool
+    w_down: bool
+    b_gate_up: bool
+    b_down: bool
+    weights: bool
+
+
+class Gradients(NamedTuple):
+    """One an input; of no elements where nobody asks for it, or where it went into a buffer."""
+
+    x: Tensor
+    w_gate_up: Tensor
+    w_down: Tensor
+    b_gate_up: Tensor
+    b_down: Tensor
+    weights: Tensor
+
+
+def sort_routes(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`offsets_E`, `route_R` and `row_TK`, all int32."""
+    from ._triton import sort_routes as kernels
+
+    if expert_ids_TK.numel() == 0:
+        made = expert_ids_TK.new_zeros(num_experts, dtype=torch.int32)
+        return made, made.new_empty(0), made.new_empty(expert_ids_TK.shape)
+    with launching_on(expert_ids_TK.device):
+        return kernels.sort_routes(expert_ids_TK, num_experts)
+
+
+def forward(
+    x: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    b_gate_up: Tensor | None,
+    b_down: Tensor | None,
+    rows: Rows,
+    save_hidden: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the output, shaped as `x`, and `hidden`, of no rows unless it is saved."""
+    from ._triton.collect import collect
+    from ._triton.expert_sums import add_to_rows
+    from ._triton.row_product import row_product
+    from ._triton.up_product import up_product
+
+    if rows.of(x) == 0:
+        return x.new_zeros(x.shape), x.new_empty(0, w_gate_up.shape[1])
+    rows, x, w_down = rows.packed(), packed(x), packed(w_down)
+    with launching_on(x.device):
+        a_RH, hidden = up_product(
+            x,
+            packed(w_gate_up),
+            None if b_gate_up is None else packed(b_gate_up),
+            rows.offsets_E,
+            route_R=rows.route_R,
+            weights=rows.weights,
+            top_k=rows.top_k,
+            activation=rows.activation,
+            save_hidden=save_hidden,
+        )
+        y_RD = row_product(
+            a_RH,
+            w_down,
+            rows.offsets_E,
+            zero_tail=rows.row_TK is None,
+        )
+        del a_RH
+        if b_down is not None:
+            add_to_rows(
+                y_RD, packed(b_down), rows.offsets_E, route_R=rows.route_R, weights=rows.weights
+            )
+        return (y_RD if rows.row_TK is None else collect(y_RD, rows.row_TK)), hidden
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    hidden: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    rows: Rows,
+    needs: Needs,
+    into: tuple[Tensor, Tensor] | None,
+) -> Gradients:
+    """Return the gradients that `needs` asks for; those of the stacks go `into` buffers if given.
+
+    Args:
+        dy: The gradient of the output, shaped as `x`.
+        x: What forward was given.
+        hidden: What forward saved.
+        w_gate_up: As in forward.
+        w_down: As in forward.
+        b_down: As in forward.
+        rows: As in forward.
+        needs: What to make.
+        into: Float32 buffers for the gradients of `w_gate_up` and `w_down`.
+    """
+    from ._triton.expert_sums import sum_rows
+
+    nothing = empty_gradients(x, w_gate_up, w_down, rows, Needs(*[False] * 6), into is not None)
+    if rows.of(x) == 0:
+        full = empty_gradients(x, w_gate_up, w_down, rows, needs, into is not None)
+        return Gradients(*(gradient.zero_() for gradient in full))
+    made: dict[str, Tensor | None] = dict.fromkeys(Gradients._fields)
+    rows, dy, x, hidden = rows.packed(), packed(dy), packed(x), packed(hidden)
+    gather = {"route_R": rows.route_R, "top_k": rows.top_k}
+    with launching_on(x.device):
+        if needs.b_down:
+            made["b_down"] = sum_rows(dy, rows.offsets_E, weights=rows.weights, **gather)
+        if any((needs.x, needs.w_gate_up, needs.w_down, needs.b_gate_up, needs.weights)):
+            d_hidden = _down(dy, hidden, w_down, b_down, rows, needs, into, made)
+            if needs.x:
+                made["x"] = _rows_gradient(d_hidden, w_gate_up, rows)
+            if needs.w_gate_up:
+                made["w_gate_up"] = _stack_gradient(
+                    d_hidden, x, rows, "right", None if into is None else into[0]
+                )
+            if needs.b_gate_up:
+                made["b_gate_up"] = sum_rows(d_hidden, rows.offsets_E)
+    return Gradients(
+        *(none if new is None else new for new, none in zip(made.values(), nothing, strict=True))
+    )
+
+
+def _down(
+    dy: Tensor,
+    hidden: Tensor,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    rows: Rows,
+    needs: Needs,
+    into: tuple[Tensor, Tensor] | None,
+    made: dict[str, Tensor | None],
+) -> Tensor:
+    """Return `d hidden`, and make the gradients of `w_down` and of the weights on the way."""
+    from ._triton.down_gradient import down_gradient
+
+    d_hidden, a_RH, ds_PR = down_gradient(
+        dy,
+        packed(w_down),
+        hidden,
+        rows.offsets_E,
+        route_R=rows.route_R,
+        weights=rows.weights,
+        top_k=rows.top_k,
+        activation=rows.activation,
+    )
+    if needs.w_down:
+        made["w_down"] = _stack_gradient(dy, a_RH, rows, "left", None if into is None else into[1])
+    if needs.weights:
+        made["weights"] = _weights_gradient(ds_PR, dy, b_down, rows)
+    return d_hidden
+
+
+def _stack_gradient(
+    left: Tensor, right: Tensor, rows: Rows, gather: str, into: Tensor | None
+) -> Tensor | None:
+    """`dw[e] = left_e.T @ right_e`, returned, or added to a buffer."""
+    from ._triton.weight_gradient import weight_gradient
+
+    options = {"top_k": rows.top_k, "route_R": rows.route_R, "gather": gather}
+    if rows.route_R is None:
+        options["gather"] = "none"
+    if into is None:
+        return weight_gradient(left, right, rows.offsets_E, **options)
+    if is_packed(into):
+        weight_gradient(left, right, rows.offsets_E, into=into, **options)
+    else:  # not aligned as a descriptor needs it
+        into.add_(weight_gradient(left, right, rows.offsets_E, **options))
+    return None
+
+
+def _rows_gradient(d_hidden: Tensor, w_gate_up: Tensor, rows: Rows) -> Tensor:
+    from ._triton.collect import collect
+    from ._triton.row_product import row_product
+
+    dx_RD = row_product(
+        d_hidden,
+        packed(w_gate_up),
+        rows.offsets_E,
+        transposed=True,
+        zero_tail=rows.row_TK is None,
+    )
+    return dx_RD if rows.row_TK is None else collect(dx_RD, rows.row_TK)
+
+
+def _weights_gradient(ds_PR: Tensor, dy: Tensor, b_down: Tensor | None, rows: Rows) -> Tensor:
+    """Shaped as the weights; exactly zero where there is no route, or past the last offset."""
+    from ._triton.collect import collect_weight_gradient
+    from ._triton.expert_sums import dot_rows
+
+    if b_down is not None:
+        dots_R = dot_rows(
+            dy,
+            packed(b_down),
+            rows.offsets_E,
+            ds_PR.shape[1],
+            route_R=rows.route_R,
+            top_k=rows.top_k,
+        )
+        ds_PR = torch.cat([ds_PR, dots_R[None]])
+    if rows.row_TK is not None:
+        return collect_weight_gradient(ds_PR, rows.row_TK)
+    rows_R = torch.arange(ds_PR.shape[1], device=ds_PR.device)
+    return torch.where(rows_R < rows.offsets_E[-1], ds_PR.sum(0), 0.0)
+
+
+def empty_gradients(
+    x: Tensor, w_gate_up: Tensor, w_down: Tensor, rows: Rows, needs: Needs, into: bool
+) -> Gradients:
+    """Unwritten tensors of the shapes and dtypes of what `backward` returns."""
+    stacks = not into
+    return Gradients(
+        _empty(x.shape, needs.x, x),
+        _empty(w_gate_up.shape, needs.w_gate_up and stacks, x),
+        _empty(w_down.shape, needs.w_down and stacks, x),
+        _empty(w_gate_up.shape[:2], needs.b_gate_up, x),
+        _empty(w_down.shape[:2], needs.b_down, x),
+        x.new_empty(0, dtype=torch.float32)
+        if rows.weights is None
+        else _empty(rows.weights.shape, needs.weights, rows.weights),
+    )
+
+
+def _empty(shape: torch.Size, asked: bool, like: Tensor) -> Tensor:
+    return like.new_empty(shape if asked else (0,))

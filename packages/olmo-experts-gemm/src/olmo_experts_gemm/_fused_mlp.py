@@ -1,0 +1,183 @@
+"""The expert MLP by fused kernels, as torch operators that a compiler does not look into.
+
+Saved for backward are the tokens (or rows), the pre-activations `hidden`, the stacks, the weights
+and the int32 maps; nothing as large as tokens times routes times the model width. `_fused_launch`
+says in which order the kernels run.
+
+The operators are differentiable once: their backward is an operator whose own backward raises.
+
+Shapes: T tokens, K routes a token, R rows, E experts, D model width, H expert hidden width.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _fused_launch
+from ._fused_launch import Gradients, Needs, Rows
+from ._grouped_mm import refuse_second_order_main_grad
+
+_NAME = "olmo_experts_gemm::"
+
+
+@torch.library.custom_op(_NAME + "sort_routes", mutates_args=())
+def sort_routes_op(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`offsets_E`, `route_R` and `row_TK` of the routes sorted by (expert, token, slot), int32."""
+    return _fused_launch.sort_routes(expert_ids_TK, num_experts)
+
+
+@torch.library.custom_op(_NAME + "expert_mlp", mutates_args=())
+def expert_mlp_op(
+    x: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    b_gate_up: Tensor | None,
+    b_down: Tensor | None,
+    weights: Tensor | None,
+    main_gate_up: Tensor | None,
+    main_down: Tensor | None,
+    offsets_E: Tensor,
+    route_R: Tensor | None,
+    row_TK: Tensor | None,
+    top_k: int,
+    activation: str,
+    save_hidden: bool,
+) -> tuple[Tensor, Tensor]:
+    """The output, shaped as `x`, and the pre-activations, of no rows unless they are saved.
+
+    `main_gate_up` and `main_down` are for backward alone: both, or neither.
+    """
+    rows = Rows(offsets_E, weights, route_R, row_TK, top_k, activation)
+    return _fused_launch.forward(x, w_gate_up, w_down, b_gate_up, b_down, rows, save_hidden)
+
+
+@torch.library.custom_op(_NAME + "expert_mlp_backward", mutates_args=())
+def expert_mlp_backward_op(
+    dy: Tensor,
+    x: Tensor,
+    hidden: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    weights: Tensor | None,
+    offsets_E: Tensor,
+    route_R: Tensor | None,
+    row_TK: Tensor | None,
+    top_k: int,
+    activation: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients in the order of `Gradients`; of no elements where `needs` is False."""
+    rows = Rows(offsets_E, weights, route_R, row_TK, top_k, activation)
+    stacks = (w_gate_up, w_down, b_down)
+    return _plain(_fused_launch.backward(dy, x, hidden, *stacks, rows, Needs(*needs), None))
+
+
+@torch.library.custom_op(
+    _NAME + "expert_mlp_backward_main_grad", mutates_args=("main_gate_up", "main_down")
+)
+def expert_mlp_backward_main_grad_op(
+    main_gate_up: Tensor,
+    main_down: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    hidden: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    weights: Tensor | None,
+    offsets_E: Tensor,
+    route_R: Tensor | None,
+    row_TK: Tensor | None,
+    top_k: int,
+    activation: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same, with the gradients of the stacks added to the buffers."""
+    rows = Rows(offsets_E, weights, route_R, row_TK, top_k, activation)
+    stacks, into = (w_gate_up, w_down, b_down), (main_gate_up, main_down)
+    return _plain(_fused_launch.backward(dy, x, hidden, *stacks, rows, Needs(*needs), into))
+
+
+@sort_routes_op.register_fake
+def _(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = ((num_experts,), (expert_ids_TK.numel(),), expert_ids_TK.shape)
+    offsets_E, route_R, row_TK = (
+        expert_ids_TK.new_empty(size, dtype=torch.int32) for size in sizes
+    )
+    return offsets_E, route_R, row_TK
+
+
+@expert_mlp_op.register_fake
+def _(x: Tensor, w_gate_up: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    route_R, save_hidden = args[7], args[11]
+    num_rows = (x if route_R is None else route_R).shape[0]
+    hidden = x.new_empty(num_rows if save_hidden else 0, w_gate_up.shape[1])
+    return x.new_empty(x.shape), hidden
+
+
+@expert_mlp_backward_op.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    return _fake_backward(args, into=False)
+
+
+@expert_mlp_backward_main_grad_op.register_fake
+def _(main_gate_up: Tensor, main_down: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return _fake_backward(args, into=True)
+
+
+def _plain(
+    gradients: Gradients,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    # An operator may return a tuple, but not one with names.
+    x, w_gate_up, w_down, b_gate_up, b_down, weights = gradients
+    return x, w_gate_up, w_down, b_gate_up, b_down, weights
+
+
+def _fake_backward(args: tuple[Any, ...], into: bool) -> tuple[Tensor, ...]:
+    _, x, _, w_gate_up, w_down, _, weights, offsets_E, route_R, row_TK, top_k, activation, needs = (
+        args
+    )
+    rows = Rows(offsets_E, weights, route_R, row_TK, top_k, activation)
+    return _plain(_fused_launch.empty_gradients(x, w_gate_up, w_down, rows, Needs(*needs), into))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, w_gate_up, w_down, _, b_down, weights, *buffers = inputs[:8]
+    maps, (ctx.top_k, ctx.activation, saved) = inputs[8:11], inputs[11:]
+    assert saved, "`save_hidden` must be set where something needs a gradient"
+    hidden = output[1]
+    ctx.mark_non_differentiable(hidden)
+    ctx.set_materialize_grads(False)
+    # Not saved as inputs: a buffer may change before backward, and backward wants it changed.
+    ctx.buffers = buffers
+    ctx.save_for_backward(x, hidden, w_gate_up, w_down, b_down, weights, *maps)
+
+
+def _backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 14
+    needs = list(ctx.needs_input_grad[:6])
+    # As one argument list: unpacked into names here, saved tensors would outlive their use.
+    arguments = (dy, *ctx.saved_tensors, ctx.top_k, ctx.activation, needs)
+    if ctx.buffers[0] is None:
+        made = expert_mlp_backward_op(*arguments)
+    else:
+        refuse_second_order_main_grad()
+        made = expert_mlp_backward_main_grad_op(*ctx.buffers, *arguments)
+        needs[1] = needs[2] = False
+    gradients = (new if need else None for new, need in zip(made, needs, strict=True))
+    return (*gradients, *(None,) * 8)
+
+
+def _refuse_second_order(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    raise RuntimeError(
+        "The fused expert MLP must be differentiated once at most, got a gradient of its gradient; "
+        "use impl='torch' or impl='reference', which go to any order."
+    )
+
+
+expert_mlp_op.register_autograd(_backward, setup_context=_save)
+expert_mlp_backward_op.register_autograd(_refuse_second_order)
