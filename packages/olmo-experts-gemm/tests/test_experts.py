@@ -64,5 +64,43 @@ def test_parameters_are_made_where_and_as_asked():
     assert y.isfinite().all()
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "relu_squared", "clamped_swiglu"])
+def test_activation_and_biases_reach_the_function(activation):
+    experts = Experts(3, 8, 4, activation=activation, bias=True)
+    width = 4 if activation == "relu_squared" else 8
+    shapes = {name: tuple(value.shape) for name, value in experts.state_dict().items()}
+    biases = {"b_gate_up_E2H": (3, width), "b_down_ED": (3, 8)}
+    assert shapes == {"w_gate_up_E2HD": (3, width, 8), "w_down_EDH": (3, 8, 4), **biases}
+    rows, weights = _rows()
+    offsets = torch.tensor([2, 2, 7], dtype=torch.int32)
+    buffers = tuple(torch.zeros_like(w) for w in (experts.w_gate_up_E2HD, experts.w_down_EDH))
+    got = experts(rows, offsets, row_weights_R=weights, main_grads=buffers)
+    want = swiglu_experts(
+        rows,
+        *(experts.w_gate_up_E2HD, experts.w_down_EDH, offsets),
+        row_weights_R=weights,
+        activation=activation,
+        **{name: getattr(experts, name) for name in biases},
+    )
+    assert torch.equal(got, want)
+    got.sum().backward()
+    gradients = torch.autograd.grad(want.sum(), list(experts.parameters()))
+    results = (*buffers, experts.b_gate_up_E2H.grad, experts.b_down_ED.grad)
+    for result, gradient in zip(results, gradients, strict=True):
+        assert torch.equal(result, gradient)
+    assert experts.w_down_EDH.grad is None
+
+
+def test_biases_are_drawn_after_the_stacks_and_within_their_bounds():
+    plain, biased = Experts(4, 64, 16), Experts(4, 64, 16, bias=True)
+    for experts in (plain, biased):
+        experts.reset_parameters(torch.Generator().manual_seed(1))
+    assert torch.equal(plain.w_down_EDH, biased.w_down_EDH)
+    assert 0.9 * 64**-0.5 < biased.b_gate_up_E2H.abs().max() <= 64**-0.5
+    assert 0.9 * 16**-0.5 < biased.b_down_ED.abs().max() <= 16**-0.5
+
+
 def test_print_shows_the_sizes():
+    experts = Experts(3, 8, 4, activation="geglu", bias=True)
+    assert repr(experts).endswith("d_hidden=4, activation='geglu', bias=True)")
     assert repr(Experts(3, 8, 4)) == "Experts(num_experts=3, d_model=8, d_hidden=4)"

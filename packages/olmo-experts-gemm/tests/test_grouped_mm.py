@@ -5,7 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from olmo_experts_gemm import _torch_grouped_mm, grouped_mm
-from olmo_experts_gemm._grouped_mm import grouped_mm_op, grouped_outer_op
+from olmo_experts_gemm._grouped_mm import (
+    add_grouped_outer_op,
+    grouped_mm_main_grad_op,
+    grouped_mm_op,
+    grouped_outer_op,
+)
 
 IMPLS = ("reference", "torch")
 NAN = float("nan")
@@ -164,6 +169,66 @@ def test_low_precision_errs_at_most_twice_as_much_as_plain_torch(
     assert_twice_as_good(got, run(plain, tensors, dy, dtype), exact)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_main_grad_takes_three_microbatches_in_the_order_of_a_pipeline(oracle, impl):
+    """Expert 2 has rows in the second one alone; the buffer changes while two forwards wait."""
+    batches = [[4, 3, 0], [1, 0, 5], [2, 6, 0]]
+    w = _operands(batches[0], 8, 4, dtype=torch.float32)[0]["w"].requires_grad_()
+    buffer, parts = torch.zeros(3, 4, 8), []
+    for seed, counts in enumerate(batches):
+        tensors, dy = _operands(counts, 8, 4, dtype=torch.float32, seed=seed)
+        parts.append((tensors["x"].requires_grad_(), oracle.ends(counts), dy))
+    want = [
+        torch.autograd.grad(grouped_mm(x, w, ends, impl=impl), (x, w), dy) for x, ends, dy in parts
+    ]
+
+    def forward(x, ends, _):
+        return grouped_mm(x, w, ends, main_grad_EFD=buffer, impl=impl)
+
+    for _ in range(2):
+        first, second = forward(*parts[0]), forward(*parts[1])
+        first.backward(parts[0][2])
+        third = forward(*parts[2])
+        second.backward(parts[1][2])
+        kept = buffer[2].clone()
+        third.backward(parts[2][2])
+        assert w.grad is None
+        assert torch.equal(buffer, (want[0][1] + want[1][1]) + want[2][1])
+        assert torch.equal(buffer[2], kept)
+        for (x, *_), (dx, _) in zip(parts, want, strict=True):
+            assert torch.equal(x.grad, dx)
+            x.grad = None
+        buffer.zero_()
+    y = forward(*parts[0])
+    torch.autograd.grad(y, parts[0][0], parts[0][2])
+    assert torch.equal(buffer, want[0][1])  # as the docstring says of a backward for `x` alone
+    buffer.zero_()
+    w.requires_grad_(False)
+    forward(*parts[0]).backward(parts[0][2])
+    assert (buffer == 0).all()
+
+
+def test_a_main_grad_has_no_second_derivative_and_compiles(oracle):
+    tensors, dy = _operands([2, 0, 3], 8, 4, dtype=torch.float32)
+    x, w = (tensor.requires_grad_() for tensor in tensors.values())
+    offsets, buffer = oracle.ends([2, 0, 3]), torch.zeros(3, 4, 8)
+    want = torch.autograd.grad(grouped_mm(x, w, offsets), w, dy)[0]
+    y = grouped_mm(x, w, offsets, main_grad_EFD=buffer)
+    with pytest.raises(RuntimeError, match="`create_graph=True` must not meet a `main_grad`"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert (buffer == 0).all()
+    compiled = torch.compile(grouped_mm, backend="aot_eager", fullgraph=True)
+    compiled(x, w, offsets, main_grad_EFD=buffer).backward(dy)
+    first, second = (compiled(x, w, offsets, main_grad_EFD=buffer.data) for _ in range(2))
+    first.backward(dy)
+    second.backward(dy)
+    assert torch.equal(buffer, want + want + want)
+    first, second = (compiled(x, w, offsets, main_grad_EFD=buffer) for _ in range(2))
+    first.backward(dy)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward(dy)
+
+
 def test_gradients_of_any_order_match_finite_differences(oracle):
     tensors, dy = _operands([2, 0, 1], 3, 2, tail=1)
     x, w = (tensor.requires_grad_() for tensor in tensors.values())
@@ -180,6 +245,10 @@ def test_operators_keep_the_rules_of_torch(oracle, impl):
     offsets = oracle.ends([2, 0, 3])
     for operator, pair in ((grouped_mm_op, (x, w)), (grouped_outer_op, (dy, x))):
         torch.library.opcheck(operator, (*pair, offsets, impl))
+    buffer = torch.zeros(3, 4, 8)
+    torch.library.opcheck(grouped_mm_main_grad_op, (x, w, offsets, buffer, impl))
+    pair = (dy.detach(), x.detach())
+    torch.library.opcheck(add_grouped_outer_op, (buffer, *pair, offsets, impl))
 
 
 def test_compiles_into_one_graph(oracle):

@@ -4,7 +4,8 @@ import re
 
 import pytest
 import torch
-from olmo_experts_gemm import Experts, grouped_mm, moe_mlp, swiglu_experts
+from olmo_experts_gemm import Experts, _triton_product, grouped_mm, moe_mlp, swiglu_experts
+from olmo_experts_gemm._grouped_mm import pick
 
 X = torch.zeros(5, 8)
 W = torch.zeros(3, 4, 8)
@@ -71,12 +72,77 @@ def test_a_named_product_that_cannot_run_says_why(dtype, D, F, reason):
     assert grouped_mm(x, w, OFFSETS).shape == (5, F)
 
 
-@pytest.mark.parametrize("impl", ["triton", None, "Auto"])
+@pytest.mark.parametrize("impl", ["cuda", None, "Auto"])
 def test_unknown_products_are_refused(impl):
     with pytest.raises(
-        ValueError, match=f"`impl` must be 'auto', 'reference' or 'torch', got {impl!r}"
+        ValueError, match=f"must be 'auto', 'reference', 'torch' or 'triton', got {impl!r}"
     ):
         grouped_mm(X, W, OFFSETS, impl=impl)
+
+
+def test_triton_says_why_it_cannot_run_here():
+    message = "`impl='triton'` cannot run: .*; use impl='auto', 'torch' or 'reference'"
+    with pytest.raises(ValueError, match=message):
+        grouped_mm(X, W, OFFSETS, impl="triton")
+    with pytest.raises(ValueError, match=message):
+        swiglu_experts(X, GATE_UP, DOWN, OFFSETS, impl="triton")
+    with pytest.raises(ValueError, match=message):
+        moe_mlp(X, IDS, WEIGHTS, GATE_UP, DOWN, impl="triton")
+    reason = _triton_product.why_not(X.to("meta"), 5, 3, 8, 4)
+    assert reason == "it runs on CUDA, not on meta"
+
+
+def test_triton_says_when_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(_triton_product, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="triton is not installed here"):
+        grouped_mm(X, W, OFFSETS, impl="triton")
+    assert grouped_mm(X, W, OFFSETS).shape == (5, 4)
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ((5, 3, 8, 12), "every width must be a positive multiple of 8, got 12"),
+        ((5, 3, 0, 16), "every width must be a positive multiple of 8, got 0"),
+        ((5, 513, 8, 16), "it takes up to 512 experts, got 513"),
+        ((2**30, 3, 8, 16), r"it takes fewer than 2\^30 rows, got 1073741824"),
+    ],
+)
+def test_triton_names_its_limits(monkeypatch, limits, reason):
+    monkeypatch.setattr(_triton_product, "_why_not_device", lambda *_: None)
+    assert _triton_product.why_not(X, 2**30 - 1, 512, 8, 16) is None
+    with pytest.raises(ValueError, match=f"`impl='triton'` cannot run: {reason}; use impl='auto'"):
+        pick("triton", X, *limits)
+
+
+MAIN = torch.zeros(3, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("main_grad", "error", "message"),
+    [
+        (MAIN.half(), TypeError, "`main_grad_EFD` must be float32, got float16"),
+        (MAIN.to("meta"), ValueError, "`main_grad_EFD` must be on the device of `w_EFD`"),
+        (MAIN[:2], ValueError, r"the shape of `w_EFD`, \(3, 4, 8\), got shape \(2, 4, 8\)"),
+        (MAIN.mT.contiguous().mT, ValueError, r"contiguous .* strides \(32, 1, 4\)"),
+        (MAIN.clone().requires_grad_(), ValueError, "must not require a gradient"),
+    ],
+)
+def test_main_grads_are_plain_float32_buffers(main_grad, error, message):
+    with pytest.raises(error, match=message):
+        grouped_mm(X, W, OFFSETS, main_grad_EFD=main_grad)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own, of jvp
+def test_forward_mode_is_refused_for_it_would_be_lost():
+    calls = [
+        lambda x: grouped_mm(x, W, OFFSETS),
+        lambda x: swiglu_experts(x, GATE_UP, DOWN, OFFSETS),
+        lambda x: moe_mlp(x, IDS, WEIGHTS, GATE_UP, DOWN),
+    ]
+    for call in calls:
+        with pytest.raises(NotImplementedError, match=r"Forward-mode .* got a dual tensor; use"):
+            torch.func.jvp(call, (X,), (X,))
 
 
 GATE_UP, DOWN = torch.zeros(3, 8, 8), torch.zeros(3, 8, 4)
@@ -106,6 +172,36 @@ GATE_UP, DOWN = torch.zeros(3, 8, 8), torch.zeros(3, 8, 4)
             {"impl": "torch", "matmul": grouped_mm},
             ValueError,
             "must stay 'auto' when `matmul` is given",
+        ),
+        (
+            {"matmul": grouped_mm, "main_grads": (GATE_UP, DOWN)},
+            ValueError,
+            "`main_grads` must stay None when `matmul` is given",
+        ),
+        ({"matmul": grouped_mm, "pack": object()}, ValueError, "`pack` must stay None when"),
+        (
+            {"activation": "gelu"},
+            ValueError,
+            "one of 'swiglu', 'geglu', 'relu_squared', 'clamped_swiglu', got 'gelu'",
+        ),
+        (
+            {"activation": "relu_squared"},
+            ValueError,
+            r"\(E, H, D\), without a gate, = \(3, 4, 8\) .* \(3, 8, 8\)",
+        ),
+        ({"b_gate_up_E2H": torch.zeros(3, 4)}, ValueError, r"shape \(3, 8\), .* got \(3, 4\)"),
+        ({"b_down_ED": torch.zeros(8)}, ValueError, r"`b_down_ED` .* shape \(3, 8\), .* \(8,\)"),
+        (
+            {"b_down_ED": torch.zeros(3, 8).half()},
+            TypeError,
+            "`b_down_ED` must have the dtype of `w_down_EDH`, float32, got float16; cast one",
+        ),
+        ({"b_down_ED": torch.zeros(3, 8, device="meta")}, ValueError, "`b_down_ED` must be on"),
+        ({"main_grads": (GATE_UP,)}, ValueError, "`main_grads` must be two buffers, .* got 1"),
+        (
+            {"main_grads": (GATE_UP, GATE_UP)},
+            ValueError,
+            r"`main_grads\[1\]` must be contiguous and have the shape of `w_down_EDH`",
         ),
         (
             {"matmul": lambda x, w, o: x[:, :3]},
@@ -174,7 +270,7 @@ def test_moe_mlp_speaks_of_its_own_arguments():
     with pytest.raises(ValueError, match=r"for `x_TD` of shape \(5, 8\)"):
         moe_mlp(X, IDS, WEIGHTS, GATE_UP, DOWN.mT)
     with pytest.raises(ValueError, match=re.escape("`impl` must be 'auto'")):
-        moe_mlp(X, IDS, WEIGHTS, GATE_UP, DOWN, impl="triton")
+        moe_mlp(X, IDS, WEIGHTS, GATE_UP, DOWN, impl="cuda")
 
 
 @pytest.mark.parametrize("name", ["num_experts", "d_model", "d_hidden"])
@@ -182,6 +278,11 @@ def test_experts_refuse_empty_sizes(name):
     sizes = {"num_experts": 3, "d_model": 8, "d_hidden": 4, name: 0}
     with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
         Experts(**sizes)
+
+
+def test_experts_refuse_an_unknown_activation():
+    with pytest.raises(ValueError, match=r"`activation` must be one of 'swiglu', .* got 'relu'"):
+        Experts(3, 8, 4, activation="relu")
 
 
 def test_experts_refuse_two_products():

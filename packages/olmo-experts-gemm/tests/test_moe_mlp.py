@@ -1,5 +1,7 @@
 """Tokens to tokens: against a loop over tokens and slots, and bit for bit against itself."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -217,3 +219,44 @@ def test_compiles_into_one_graph(run):
     )
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "relu_squared", "clamped_swiglu"])
+def test_activations_biases_main_grads_and_a_packer_reach_the_experts(
+    oracle, run, assert_same, activation
+):
+    T, K, E, D, H = 9, 2, 4, 5, 3
+    ids = _routes(T, K, E, seed=8)
+    tensors, dy = _operands(T, K, E, D, H)
+    if activation == "relu_squared":
+        tensors["w_gate_up"] = tensors["w_gate_up"][:, :H].contiguous()
+    generator = torch.Generator().manual_seed(3)
+    for name, width in (("b_gate_up", tensors["w_gate_up"].shape[1]), ("b_down", D)):
+        tensors[name] = torch.randn(E, width, generator=generator, dtype=torch.float64)
+    want = run(
+        lambda x, weights, *stacks: oracle.moe(x, ids, weights, *stacks, activation=activation),
+        tensors,
+        dy,
+        torch.float64,
+    )
+
+    def layer(x, weights, w_gate_up, w_down, b_gate_up, b_down, **options):
+        biases = {"b_gate_up_E2H": b_gate_up, "b_down_ED": b_down}
+        stacks = (w_gate_up, w_down)
+        return moe_mlp(x, ids, weights, *stacks, activation=activation, **biases, **options)
+
+    assert_same(run(layer, tensors, dy, torch.float64), want, 1e-12)
+    seen = []
+    packer = SimpleNamespace(
+        pack=lambda tensor: seen.append(tuple(tensor.shape)) or tensor, unpack=lambda packed: packed
+    )
+    stacks = ("w_gate_up", "w_down")
+    buffers = tuple(torch.zeros_like(tensors[name], dtype=torch.float32) for name in stacks)
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+    layer(*leaves.values(), pack=packer, main_grads=buffers).backward(dy)
+    got = {name: leaf.grad for name, leaf in leaves.items() if name not in stacks}
+    assert_same(got, {name: want[name] for name in got}, 1e-12)
+    added = dict(zip(stacks, buffers, strict=True))
+    assert_same(added, {name: want[name] for name in stacks}, 1e-6)
+    assert set(seen) == {(T * K, D), (T * K, H)}
+    assert all(leaves[name].grad is None for name in stacks)

@@ -188,3 +188,140 @@ def test_what_is_held_for_backward_is_what_the_docstring_says(oracle):
     rows = sum(counts)
     assert y.requires_grad
     assert sum(held.values()) == rows * (4 * H + D) + rows, held  # and one weight a row
+
+
+ACTIVATIONS = ["swiglu", "geglu", "relu_squared", "clamped_swiglu"]
+IMPLS = ["reference", "torch"]
+
+
+def _biased(counts, D, H, activation, tail=0, dtype=torch.float64):
+    """Operands with biases in the order x, stacks, row weights, biases; large for the clamps."""
+    tensors, dy = _operands(counts, D, H, tail, dtype)
+    generator, E = torch.Generator().manual_seed(9), len(counts)
+    if activation == "relu_squared":
+        tensors["w_gate_up"] = tensors["w_gate_up"][:, :H].contiguous()
+    if activation == "clamped_swiglu":
+        tensors["w_gate_up"] *= 6
+    for name, width in (("b_gate_up", tensors["w_gate_up"].shape[1]), ("b_down", D)):
+        tensors[name] = torch.randn(E, width, generator=generator, dtype=torch.float64).to(dtype)
+    return tensors, dy
+
+
+def _with_biases(offsets, **options):
+    return lambda x, w_gate_up, w_down, row_weights, b_gate_up, b_down: swiglu_experts(
+        x,
+        w_gate_up,
+        w_down,
+        offsets,
+        row_weights_R=row_weights,
+        b_gate_up_E2H=b_gate_up,
+        b_down_ED=b_down,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("product", ["reference", "matmul"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_and_biases_give_the_output_and_every_gradient(
+    oracle, run, assert_same, activation, product
+):
+    counts = [3, 0, 9, 1]
+    tensors, dy = _biased(counts, 5, 3, activation, tail=4)
+    want = run(
+        lambda x, up, down, weights, *biases: oracle.swiglu(
+            x, up, down, counts, weights, *biases, activation=activation
+        ),
+        tensors,
+        dy,
+        torch.float64,
+    )
+    tensors["x"][13:], tensors["row_weights"][13:], dy[13:] = NAN, NAN, NAN
+    options = {"matmul": grouped_mm} if product == "matmul" else {"impl": product}
+    function = _with_biases(oracle.ends(counts), activation=activation, **options)
+    got = run(function, tensors, dy, torch.float64)
+    assert_same(got, want, 1e-12)
+    for name in ("y", "x", "row_weights"):
+        assert (got[name][13:] == 0).all(), name
+    for name in ("w_gate_up", "w_down", "b_gate_up", "b_down"):
+        assert (got[name][1] == 0).all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_torch_gives_what_the_reference_gives(oracle, run, assert_same, activation, dtype):
+    counts = [30, 0, 34]
+    tensors, dy = _biased(counts, 16, 8, activation, dtype=dtype)
+    offsets = oracle.ends(counts)
+    want, got = (
+        run(_with_biases(offsets, activation=activation, impl=impl), tensors, dy, dtype)
+        for impl in IMPLS
+    )
+    assert_same(got, want, {torch.float32: 1e-6, torch.float16: 1e-2}.get(dtype, 5e-2))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_and_biases_have_derivatives_of_any_order(oracle, activation):
+    tensors, dy = _biased([2, 0, 1], 3, 2, activation, tail=1)
+    tensors["w_gate_up"] /= 6 if activation == "clamped_swiglu" else 1  # away from the clamps
+    leaves = [tensor.requires_grad_() for tensor in tensors.values()]
+    function = _with_biases(oracle.ends([2, 0, 1]), activation=activation)
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves, (dy.requires_grad_(),))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_main_grads_take_two_microbatches_that_are_both_alive(oracle, run, impl):
+    batches = [[3, 0, 4], [2, 5, 0]]
+    offsets = [oracle.ends(counts) for counts in batches]
+    tensors, dy = _biased(batches[0], 8, 4, "swiglu", dtype=torch.float32)
+    parts = [run(_with_biases(ends, impl=impl), tensors, dy, torch.float32) for ends in offsets]
+    buffers = tuple(torch.zeros_like(tensors[name]) for name in ("w_gate_up", "w_down"))
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+    live = [_with_biases(ends, impl=impl, main_grads=buffers)(*leaves.values()) for ends in offsets]
+    for y in live:
+        y.backward(dy)
+    for name, buffer in zip(("w_gate_up", "w_down"), buffers, strict=True):
+        assert leaves[name].grad is None
+        assert torch.equal(buffer, parts[0][name] + parts[1][name])
+    for name in ("x", "row_weights", "b_gate_up", "b_down"):
+        assert torch.equal(leaves[name].grad, parts[0][name] + parts[1][name])
+
+
+class _Packer:
+    def __init__(self):
+        self.shapes, self.unpacked = [], 0
+
+    def pack(self, tensor):
+        self.shapes.append(tuple(tensor.shape))
+        return tensor.numpy().copy()
+
+    def unpack(self, packed):
+        self.unpacked += 1
+        return torch.from_numpy(packed)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_packer_is_given_the_rows_and_the_hidden_layer_alone(
+    oracle, run, assert_same, impl, activation
+):
+    counts, D, H = [3, 0, 4], 8, 4
+    tensors, dy = _biased(counts, D, H, activation, dtype=torch.float32)
+    packer, options = _Packer(), {"activation": activation, "impl": impl}
+    want = run(_with_biases(oracle.ends(counts), **options), tensors, dy, torch.float32)
+    got = run(_with_biases(oracle.ends(counts), pack=packer, **options), tensors, dy, torch.float32)
+    # The packer closes the gaps between rows, and torch's gelu rounds otherwise without gaps.
+    assert_same(got, want, 1e-6)
+    assert packer.unpacked == len(packer.shapes)
+    assert packer.shapes[0] == (7, D)
+    assert set(packer.shapes[1:]) == {(7, H)}
+
+
+def test_a_packer_that_returns_something_else_is_refused(oracle):
+    tensors, dy = _operands([3, 0, 4], 8, 4, dtype=torch.float32)
+    packer = _Packer()
+    packer.unpack = lambda packed: torch.from_numpy(packed).double()
+    leaves = [tensor.requires_grad_() for tensor in tensors.values()]
+    y = _experts(oracle.ends([3, 0, 4]), pack=packer)(*leaves)
+    with pytest.raises(ValueError, match=r"`pack.unpack` must return float32 .*, got float64"):
+        y.backward(dy)
