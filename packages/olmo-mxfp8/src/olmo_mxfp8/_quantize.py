@@ -2,7 +2,7 @@
 
 import torch
 
-from . import reference
+from . import _kernels, reference
 from ._formats import (
     BLOCK,
     FORMATS,
@@ -14,6 +14,7 @@ from ._formats import (
     check_scaling,
     check_source,
 )
+from ._impl import Impl, pick
 from ._tensor import MXTensor
 
 
@@ -24,6 +25,7 @@ def quantize(
     element: Element = "e4m3",
     scale_rule: ScaleRule = "rceil",
     granularity: Granularity = 32,
+    impl: Impl = "auto",
 ) -> MXTensor:
     """Quantise `x` to MXFP8 along `dim`, exactly.
 
@@ -41,13 +43,17 @@ def quantize(
         scale_rule: `"rceil"` takes the smallest scale with which the block fits; `"floor"`, the
             rule of the OCP specification, can be one lower and saturates the top of such a block.
         granularity: 32, or 128: four adjacent blocks share a scale, which is written four times.
+        impl: `"reference"` is plain torch, `"triton"` one kernel on CUDA of compute capability 8.0
+            or newer, with the same bits. `"auto"` is `"triton"` on CUDA where it can run and
+            `"reference"` everywhere else.
 
     Returns:
         Codes and scale bytes, contiguous. They carry no gradient; `mx_linear` is differentiable.
 
     Raises:
         TypeError: `x` has another dtype (float64 does not fit the range of the scales).
-        ValueError: `dim`, the length of `dim` or an option is out of range.
+        ValueError: `dim`, the length of `dim` or an option is out of range, or the named `impl`
+            cannot run.
     """
     check_source("x", x)
     check_element("element", element)
@@ -59,6 +65,11 @@ def quantize(
     dim %= x.ndim
     check_blocks(f"`x.shape[{dim}]`", x.shape[dim], granularity)
 
+    if pick(impl, x.device):
+        codes, scales = _kernels.quantize(
+            x.detach(), dim, element, scale_rule == "rceil", granularity
+        )
+        return MXTensor(codes.view(FORMATS[element].dtype), scales, dim, element)
     blocks = x.detach().float().contiguous()
     blocks = blocks.unflatten(dim, (x.shape[dim] // granularity, granularity))
     codes, scales = reference.quantize_blocks(blocks, dim, FORMATS[element], scale_rule)
@@ -66,7 +77,57 @@ def quantize(
     return MXTensor(data, scales.repeat_interleave(granularity // BLOCK, dim), dim, element)
 
 
-def dequantize(t: MXTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def quantize_both(
+    x_MK: torch.Tensor,
+    *,
+    element: Element = "e4m3",
+    scale_rule: ScaleRule = "rceil",
+    impl: Impl = "auto",
+) -> tuple[MXTensor, MXTensor]:
+    """Quantise a matrix along its rows and along its columns: `quantize` with `dim` 1 and 0.
+
+    A training step needs both: the product with the weights contracts K, the gradient of the
+    weights contracts M. The kernel reads the matrix once.
+
+    Args:
+        x_MK: float32, bfloat16 or float16, (M, K), both multiples of 32.
+        element: As for `quantize`.
+        scale_rule: As for `quantize`.
+        impl: As for `quantize`.
+
+    Returns:
+        The matrix with scales along K, and the matrix with scales along M.
+
+    Raises:
+        TypeError: As for `quantize`.
+        ValueError: `x_MK` is not a matrix, a size is not a multiple of 32, an option is out of
+            range, or the named `impl` cannot run.
+    """
+    check_source("x_MK", x_MK)
+    check_element("element", element)
+    check_scaling(scale_rule, BLOCK)
+    if x_MK.ndim != 2:
+        raise ValueError(f"`x_MK` must have two dimensions, got shape {tuple(x_MK.shape)}.")
+    for dim in (0, 1):
+        check_blocks(f"`x_MK.shape[{dim}]`", x_MK.shape[dim], BLOCK)
+    if not pick(impl, x_MK.device):
+        rows, columns = (
+            quantize(x_MK, dim=dim, element=element, scale_rule=scale_rule, impl="reference")
+            for dim in (1, 0)
+        )
+        return rows, columns
+    parts = _kernels.quantize_both(x_MK.detach(), element, scale_rule == "rceil")
+    row_codes, row_scales, column_codes, column_scales = parts
+    dtype = FORMATS[element].dtype
+    return (
+        MXTensor(row_codes.view(dtype), row_scales, 1, element),
+        MXTensor(column_codes.view(dtype), column_scales, 0, element),
+    )
+
+
+def dequantize(
+    t: MXTensor, dtype: torch.dtype = torch.float32, *, impl: Impl = "auto"
+) -> torch.Tensor:
     """Return the values of `t`.
 
     Exact in float64, and in float32 up to its largest number: beyond it (possible only with scale
@@ -76,15 +137,20 @@ def dequantize(t: MXTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     Args:
         t: Any `MXTensor`.
         dtype: float32, bfloat16, float16 or float64.
+        impl: As for `quantize`; float64 is the reference's alone.
 
     Returns:
         `dtype`, the shape of `t`, contiguous.
 
     Raises:
         TypeError: `dtype` is another one.
+        ValueError: The named `impl` cannot run.
     """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise TypeError(f"`dtype` must be float32, bfloat16, float16 or float64, got {dtype}.")
+    reason = "its kernel computes in float32, not in float64" if dtype == torch.float64 else None
+    if pick(impl, t.device, reason):
+        return _kernels.dequantize(t.data.view(torch.uint8), t.scales, t.dim, t.element, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     blocks = t.data.unflatten(t.dim, (t.scales.shape[t.dim], BLOCK))
     values = reference.dequantize_blocks(blocks, t.scales, t.dim, wide)

@@ -1,0 +1,130 @@
+"""The layout of scale bytes that Blackwell's scaled matrix units read.
+
+A matrix of scales, one row a row of the operand and one column a block of 32 along the contraction,
+is padded to whole tiles of 128 rows and 4 columns. Tiles lie one after another, those of one row of
+tiles first, and within a tile row `r` and column `c` lie at
+
+    16 (r mod 32) + 4 (r div 32) + c
+
+so that 16 adjacent bytes belong to the rows r, r + 32, r + 64 and r + 96. Padding is byte 0, the
+scale of a block of zeros. In a grouped product the rows of each expert begin a new tile.
+
+Shapes: M rows, C columns, E experts. Source: cuBLAS 12.8, "1D block scaling factors layout".
+"""
+
+import torch
+
+ROWS, COLUMNS = 128, 4
+
+
+def swizzle_scales(scales: torch.Tensor, offsets_E: torch.Tensor | None = None) -> torch.Tensor:
+    """Lay scale bytes out in tiles of 128 x 4.
+
+    Args:
+        scales: uint8, `(M, C)`, such as the `scales` of an `MXTensor` of `(M, 32 C)` along its last
+            dimension.
+        offsets_E: int32, the inclusive ends of each expert's rows, at most M; None for one matrix.
+            Rows past the last end go nowhere.
+
+    Returns:
+        uint8, flat. Without offsets `128 ceil(M / 128) * 4 ceil(C / 4)` bytes. With offsets room
+        for any split of the rows, `128 (ceil(M / 128) + E)` rows, expert `e` from the row that the
+        padded counts of those before it add up to; what is not used is byte 0.
+
+    Raises:
+        TypeError: A dtype is not as above.
+        ValueError: A shape is not as above.
+    """
+    _check("scales", scales)
+    M, C = scales.shape
+    if offsets_E is None:
+        rows = _padded(M, ROWS)
+        padded = scales.new_zeros(rows, _padded(C, COLUMNS))
+        padded[:M, :C] = scales
+    else:
+        _check_offsets(offsets_E)
+        rows = _padded(M, ROWS) + ROWS * offsets_E.numel()
+        # One row more, which takes the rows that belong to nobody.
+        padded = scales.new_zeros(rows + 1, _padded(C, COLUMNS))
+        place_M = _places(offsets_E, M, rows)
+        padded[:, :C].index_copy_(0, place_M, scales)
+        padded = padded[:rows]
+    # (row tile, r div 32, r mod 32, column tile, column within)
+    tiles = padded.view(rows // ROWS, 4, 32, padded.shape[1] // COLUMNS, COLUMNS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def unswizzle_scales(
+    swizzled: torch.Tensor, rows: int, cols: int, offsets_E: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Undo `swizzle_scales`.
+
+    Args:
+        swizzled: What `swizzle_scales` returned.
+        rows: M.
+        cols: C.
+        offsets_E: As there.
+
+    Returns:
+        uint8, `(M, C)`; byte 0 in rows past the last offset.
+
+    Raises:
+        TypeError: A dtype is not as above.
+        ValueError: The size of `swizzled` is not that of such a matrix.
+    """
+    tall = _padded(rows, ROWS)
+    if offsets_E is not None:
+        _check_offsets(offsets_E)
+        tall += ROWS * offsets_E.numel()
+    wide = _padded(cols, COLUMNS)
+    if swizzled.dtype != torch.uint8:
+        raise TypeError(f"`swizzled` must be torch.uint8, got {swizzled.dtype}.")
+    if swizzled.numel() != tall * wide:
+        raise ValueError(
+            f"`swizzled` must hold {tall} x {wide} bytes for {rows} rows and {cols} columns, "
+            f"got {swizzled.numel()}."
+        )
+    tiles = swizzled.view(tall // ROWS, wide // COLUMNS, 32, 4, COLUMNS)
+    padded = tiles.permute(0, 3, 2, 1, 4).reshape(tall, wide)[:, :cols]
+    if offsets_E is None:
+        return padded[:rows].contiguous()
+    padded = torch.cat([padded, padded.new_zeros(1, cols)])
+    return padded.index_select(0, _places(offsets_E, rows, tall))
+
+
+def _places(offsets_E: torch.Tensor, num_rows: int, nowhere: int) -> torch.Tensor:
+    """Return the padded row of each row; `nowhere` past the last offset. Nothing is read back."""
+    starts_E = torch.cat([offsets_E.new_zeros(1), offsets_E[:-1]])
+    tiles_E = (offsets_E - starts_E + ROWS - 1) // ROWS * ROWS
+    begins_E = tiles_E.cumsum(0) - tiles_E
+    rows_M = torch.arange(num_rows, device=offsets_E.device)
+    owner_M = torch.searchsorted(offsets_E, rows_M, right=True)
+    expert_M = owner_M.clamp(max=offsets_E.numel() - 1)
+    places_M = begins_E[expert_M] + rows_M - starts_E[expert_M]
+    return torch.where(owner_M < offsets_E.numel(), places_M, nowhere)
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _check(name: str, scales: torch.Tensor) -> None:
+    if scales.dtype != torch.uint8:
+        raise TypeError(
+            f"`{name}` must be torch.uint8, got {scales.dtype}; call `.view(torch.uint8)` on a "
+            f"tensor of E8M0 scales."
+        )
+    if scales.ndim != 2:
+        raise ValueError(
+            f"`{name}` must have two dimensions, got shape {tuple(scales.shape)}; view a stack of "
+            f"weights as one matrix."
+        )
+
+
+def _check_offsets(offsets_E: torch.Tensor) -> None:
+    if offsets_E.dtype != torch.int32:
+        raise TypeError(f"`offsets_E` must be int32, got {offsets_E.dtype}; call `.int()` on it.")
+    if offsets_E.ndim != 1 or offsets_E.numel() == 0:
+        raise ValueError(
+            f"`offsets_E` must hold one end an expert, got shape {tuple(offsets_E.shape)}."
+        )

@@ -1,0 +1,181 @@
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+"""Quantise along the last dimension, along another one, or along both from one read.
+
+Shapes: a tensor is seen as (A, L, B), quantised along L; B is 1 for the last dimension.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from olmo_mxfp8._formats import Format
+
+from .codes import encode, magnitude_bits, scale_byte
+
+_BLOCK = 32
+_VALUES = 4096
+"""Values a program."""
+
+
+def quantize(
+    x: Tensor, dim: int, element: Format, *, rceil: bool, granularity: int
+) -> tuple[Tensor, Tensor]:
+    """Return codes, uint8, and scale bytes, as `reference.quantize_blocks` with repeated scales.
+
+    Args:
+        x: Packed, at least one value.
+        dim: The dimension along which values share a scale, not negative.
+        element: The element format.
+        rceil: The rule of the scales.
+        granularity: 32, or 128: four blocks share a scale, which is written four times.
+    """
+    codes = torch.empty_like(x, dtype=torch.uint8)
+    shape = list(x.shape)
+    shape[dim] //= _BLOCK
+    scales = x.new_empty(shape, dtype=torch.uint8)
+    inner = x[(0,) * dim].numel() // x.shape[dim]
+    options = {**_options(element, rceil), "GROUP": granularity}
+    if inner == 1:
+        groups = x.numel() // granularity
+        each = _VALUES // granularity
+        _rows_kernel[(triton.cdiv(groups, each),)](
+            x, codes, scales, groups, GROUPS=each, num_warps=4, **options
+        )
+    else:
+        columns = 128
+        grid = (x.numel() // (granularity * inner), triton.cdiv(inner, columns))
+        _columns_kernel[grid](x, codes, scales, inner, COLUMNS=columns, num_warps=4, **options)
+    return codes, scales
+
+
+def quantize_both(
+    x_MK: Tensor, element: Format, *, rceil: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantise a packed matrix along its rows and along its columns, reading it once.
+
+    Returns:
+        Codes and scales (M, K / 32) along K; codes and scales (M / 32, K) along M.
+    """
+    M, K = x_MK.shape
+    row_codes, column_codes = (torch.empty_like(x_MK, dtype=torch.uint8) for _ in range(2))
+    row_scales = x_MK.new_empty(M, K // _BLOCK, dtype=torch.uint8)
+    column_scales = x_MK.new_empty(M // _BLOCK, K, dtype=torch.uint8)
+    columns = 128
+    grid = (M // _BLOCK, triton.cdiv(K, columns))
+    _both_kernel[grid](
+        x_MK,
+        row_codes,
+        row_scales,
+        column_codes,
+        column_scales,
+        K,
+        COLUMNS=columns,
+        num_warps=4,
+        **_options(element, rceil),
+    )
+    return row_codes, row_scales, column_codes, column_scales
+
+
+def _options(element: Format, rceil: bool) -> dict[str, int]:
+    return {
+        "MBITS": element.mantissa_bits,
+        "MIN": element.min_exponent,
+        "MAX": element.max_exponent,
+        "MAX_CODE": element.max_code,
+        "RCEIL": rceil,
+    }
+
+
+@triton.jit
+def _rows_kernel(
+    x,
+    codes,
+    scales,
+    groups,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    MBITS: tl.constexpr,
+    MIN: tl.constexpr,
+    MAX: tl.constexpr,
+    MAX_CODE: tl.constexpr,
+    RCEIL: tl.constexpr,
+):
+    """`GROUPS` runs of `GROUP` adjacent values a program."""
+    first = tl.program_id(0).to(tl.int64) * GROUPS
+    group = first + tl.arange(0, GROUPS)
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = (group < groups)[:, None]
+    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    byte = scale_byte(tl.max(magnitude_bits(value), 1), MAX, RCEIL)
+    tl.store(codes + at, encode(value, byte[:, None], MBITS, MIN, MAX_CODE), mask=mask)
+    BLOCKS: tl.constexpr = GROUP // 32
+    block = group[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+    tl.store(scales + block, tl.broadcast_to(byte[:, None], block.shape).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _columns_kernel(
+    x,
+    codes,
+    scales,
+    inner,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MBITS: tl.constexpr,
+    MIN: tl.constexpr,
+    MAX: tl.constexpr,
+    MAX_CODE: tl.constexpr,
+    RCEIL: tl.constexpr,
+):
+    """`GROUP` rows of `inner` values and `COLUMNS` of their columns a program."""
+    row = tl.program_id(0).to(tl.int64) * GROUP + tl.arange(0, GROUP)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    at = row[:, None] * inner + column[None, :]
+    mask = (column < inner)[None, :]
+    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    byte = scale_byte(tl.max(magnitude_bits(value), 0), MAX, RCEIL)[None, :]
+    tl.store(codes + at, encode(value, byte, MBITS, MIN, MAX_CODE), mask=mask)
+    BLOCKS: tl.constexpr = GROUP // 32
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    at_scale = block[:, None] * inner + column[None, :]
+    tl.store(scales + at_scale, tl.broadcast_to(byte, at_scale.shape).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _both_kernel(
+    x,
+    row_codes,
+    row_scales,
+    column_codes,
+    column_scales,
+    K,
+    COLUMNS: tl.constexpr,
+    MBITS: tl.constexpr,
+    MIN: tl.constexpr,
+    MAX: tl.constexpr,
+    MAX_CODE: tl.constexpr,
+    RCEIL: tl.constexpr,
+):
+    """32 rows and `COLUMNS` columns a program."""
+    BLOCKS: tl.constexpr = COLUMNS // 32
+    row = tl.program_id(0).to(tl.int64) * 32 + tl.arange(0, 32)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    at = row[:, None] * K + column[None, :]
+    mask = tl.broadcast_to((column < K)[None, :], (32, COLUMNS))
+    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    bits = magnitude_bits(value)
+
+    byte = scale_byte(tl.max(bits, 0), MAX, RCEIL)
+    code = encode(value, byte[None, :], MBITS, MIN, MAX_CODE)
+    tl.store(column_codes + at, code, mask=mask)
+    at_scale = tl.program_id(0).to(tl.int64) * K + column
+    tl.store(column_scales + at_scale, byte.to(tl.uint8), mask=column < K)
+
+    byte = scale_byte(tl.max(tl.reshape(bits, (32, BLOCKS, 32)), 2), MAX, RCEIL)
+    spread = tl.reshape(tl.broadcast_to(byte[:, :, None], (32, BLOCKS, 32)), (32, COLUMNS))
+    tl.store(row_codes + at, encode(value, spread, MBITS, MIN, MAX_CODE), mask=mask)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    at_scale = row[:, None] * (K // 32) + block[None, :]
+    keep = tl.broadcast_to((block * 32 < K)[None, :], (32, BLOCKS))
+    tl.store(row_scales + at_scale, byte.to(tl.uint8), mask=keep)

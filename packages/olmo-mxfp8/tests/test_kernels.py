@@ -1,0 +1,139 @@
+"""The kernels give the bits of the reference.
+
+Run on a GPU; on a CPU `test_interpreter.py` runs this file once in Triton's interpreter, without
+bfloat16, which the interpreter gets wrong.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+from olmo_mxfp8 import MXTensor, dequantize, quantize, quantize_both
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
+CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device"
+    ),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+]
+
+
+def _hard(*shape, dtype, seed=0):
+    """All magnitudes of float32, zeros of both signs, subnormal blocks, and what is not finite."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator)
+    powers = torch.randint(-140, 120, (shape[0],), generator=generator).float()
+    x *= torch.exp2(powers).view(-1, *[1] * (len(shape) - 1))
+    flat = x.view(-1)
+    flat[3], flat[5], flat[40], flat[200], flat[300] = 0, -0.0, math.nan, math.inf, -math.inf
+    flat[64:96], flat[1000:1064] = 0, 1e-40
+    return x.to(dtype)
+
+
+def _bits(values):
+    """The bits, with one NaN for all: which NaN a product makes is a device's own."""
+    return torch.where(values.isnan(), math.nan, values).view(
+        torch.int32 if values.dtype == torch.float32 else torch.int16
+    )
+
+
+def _assert_same(got, want):
+    assert got.dim == want.dim
+    assert torch.equal(got.data.view(torch.uint8).cpu(), want.data.view(torch.uint8))
+    assert torch.equal(got.scales.cpu(), want.scales)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", ["rceil", "floor"])
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_quantize_gives_the_bits_of_the_reference(element, rule, dtype):
+    options = {"element": element, "scale_rule": rule}
+    for shape in [(64, 256), (128, 96), (2, 64, 33), (3, 32, 5, 128)]:
+        x = _hard(*shape, dtype=dtype)
+        for dim, size in enumerate(shape):
+            for granularity in (32, 128):
+                if size % granularity == 0:
+                    case = {**options, "dim": dim, "granularity": granularity}
+                    want = quantize(x, **case, impl="reference")
+                    _assert_same(quantize(x.to(DEVICE), **case, impl="triton"), want)
+
+
+@pytest.mark.parametrize("rule", ["rceil", "floor"])
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_both_orientations_are_those_of_two_calls(element, rule):
+    options = {"element": element, "scale_rule": rule}
+    for shape in [(32, 32), (64, 160), (96, 256)]:
+        x = _hard(*shape, dtype=torch.float32)
+        rows, columns = quantize_both(x.to(DEVICE), **options, impl="triton")
+        _assert_same(rows, quantize(x, dim=1, **options, impl="reference"))
+        _assert_same(columns, quantize(x, dim=0, **options, impl="reference"))
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_every_code_under_every_scale_has_its_value(element):
+    codes = torch.arange(256, dtype=torch.uint8).expand(256, 256).contiguous()
+    scales = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 8).contiguous()
+    t = MXTensor(codes.view(CODES[element]), scales, 1, element)
+    for dtype in DTYPES:
+        want = dequantize(t, dtype, impl="reference")
+        got = dequantize(t.to(DEVICE), dtype, impl="triton").cpu()
+        assert torch.equal(_bits(got), _bits(want)), dtype
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_dequantize_reads_scales_along_any_dimension(dim):
+    x = _hard(64, 32, 96, dtype=torch.float32)
+    t = quantize(x, dim=dim, impl="reference")
+    got = dequantize(t.to(DEVICE), impl="triton").cpu()
+    assert torch.equal(_bits(got), _bits(dequantize(t, impl="reference")))
+
+
+def test_layouts_and_empty_tensors():
+    x = _hard(64, 64, dtype=torch.float32)
+    views = [x.T, x[:, 32:], torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)]
+    for view in views:
+        want = quantize(view, impl="reference")
+        _assert_same(quantize(view.to(DEVICE), impl="triton"), want)
+    assert quantize(x[:0].to(DEVICE), impl="triton").scales.shape == (0, 2)
+    assert dequantize(quantize(x[:0].to(DEVICE), impl="triton"), impl="triton").shape == (0, 64)
+
+
+def test_operators_keep_the_rules_of_torch():
+    x = _hard(64, 64, dtype=torch.float32).nan_to_num(0.0, 1.0, -1.0).to(DEVICE)
+    operators = torch.ops.olmo_mxfp8
+    torch.library.opcheck(operators.quantize.default, (x, 1, "e4m3", True, 32))
+    torch.library.opcheck(operators.quantize_both.default, (x, "e5m2", False))
+    codes, scales = operators.quantize(x, 0, "e4m3", True, 32)
+    torch.library.opcheck(operators.dequantize.default, (codes, scales, 0, "e4m3", torch.float32))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter is not for large tensors")
+def test_addresses_past_32_bits():
+    x = torch.zeros(2**26 + 1, 32, device=DEVICE, dtype=torch.bfloat16)
+    x[-1] = torch.arange(32)
+    t = quantize(x, impl="triton")
+    assert torch.equal(dequantize(t, torch.bfloat16, impl="triton")[-1], x[-1])
+    columns = quantize(x, dim=1, impl="triton")
+    assert torch.equal(columns.scales[-1], t.scales[-1])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no device to wait for")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+def test_nothing_waits_for_the_device():
+    x = torch.randn(128, 256, device=DEVICE)
+    dequantize(quantize(x))
+    quantize_both(x)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        dequantize(quantize(x))
+        quantize_both(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
