@@ -8,6 +8,7 @@ import dataclasses
 import secrets
 import shlex
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "src"))
+# The gate of our layer, if this is the whole repository.
+sys.path.append(str(HERE.parent.parent / "olmo-routing" / "src"))
 
 import contenders  # noqa: E402
 import layer  # noqa: E402
@@ -33,7 +36,9 @@ def main() -> int:
     """Run what the command line asks for; 1 when a check failed or a contender broke."""
     options = _options()
     settings, seed = _settings(options)
-    folder = options.out or HERE / "reports"
+    folder = options.out or (
+        Path(tempfile.mkdtemp(prefix="benchmarks-")) if options.dry_run else HERE / "reports"
+    )
     runs: list[report.Facts] = []
     cells: list[Cell] = []
     for path in options.merge:
@@ -64,7 +69,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", default=None, help=f"topics, of {','.join(TOPICS)}; all of them")
     parser.add_argument("--shapes", default="", help="names of shapes, as reports give them; all")
     parser.add_argument("--quick", action="store_true", help="fewer repeats, for a first look")
-    parser.add_argument("--out", type=Path, help="folder of the report; benchmarks/reports")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of the report; benchmarks/reports, or a temporary one for --dry-run",
+    )
     parser.add_argument("--impl", help="our implementation; triton")
     parser.add_argument("--seed", type=int, help="of the operands; a fresh one")
     parser.add_argument(

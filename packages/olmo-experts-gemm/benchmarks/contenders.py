@@ -8,6 +8,7 @@ Shapes: T tokens, K experts a token, E experts, R rows, D model width, H hidden 
 """
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -102,15 +103,25 @@ def route(x_TD: Tensor, wg_ED: Tensor, K: int) -> tuple[Tensor, Tensor]:
     return ids_TK, best_TK.softmax(dim=-1, dtype=torch.float32)
 
 
+def our_route(x_TD: Tensor, wg_ED: Tensor, K: int) -> tuple[Tensor, Tensor]:
+    """The same by olmo-routing where that can be imported, whose gate is one kernel."""
+    if importlib.util.find_spec("olmo_routing") is None:
+        return route(x_TD, wg_ED, K)
+    routing = importlib.import_module("olmo_routing").route(
+        torch.nn.functional.linear(x_TD, wg_ED), K, gate="softmax_topk"
+    )
+    return routing.expert_ids_TK, routing.weights_TK
+
+
 def _leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.detach().requires_grad_() for tensor in tensors)
 
 
 def ours(operands: Operands, impl: Any) -> Layer:
-    """The router above, and `moe_mlp`."""
+    """The router of `our_route`, and `moe_mlp`."""
 
     def function(x_TD: Tensor, wg_ED: Tensor, w_gate_up_E2HD: Tensor, w_down_EDH: Tensor) -> Tensor:
-        ids_TK, weights_TK = route(x_TD, wg_ED, operands.top_k)
+        ids_TK, weights_TK = our_route(x_TD, wg_ED, operands.top_k)
         return moe_mlp(x_TD, ids_TK, weights_TK, w_gate_up_E2HD, w_down_EDH, impl=impl)
 
     o = operands

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from cells import OURS, Cell, Settings, guarded
-from contenders import SONIC, Layer, Make, Operands, draw, route
+from contenders import SONIC, Layer, Make, Operands, draw, our_route
 from shapes import ROUTINGS, LayerShape
 from timing import ERROR_LIMIT, first_time, host_times, interleave, poison, relative_error
 from torch import Tensor
@@ -138,7 +138,7 @@ def _router(operands: Operands) -> Callable[[], object]:
     dweights_TK = torch.randn(len(x_TD), operands.top_k, device=x_TD.device)
 
     def call() -> tuple[Tensor, ...]:
-        _, weights_TK = route(x_TD, wg_ED, operands.top_k)
+        _, weights_TK = our_route(x_TD, wg_ED, operands.top_k)
         return torch.autograd.grad(weights_TK, (x_TD, wg_ED), dweights_TK)
 
     return call

@@ -1,15 +1,19 @@
 """Oracles in float64, row by row, that share no code with the package."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+# importlib mode puts no folder on the path, and some tests share a module of this one.
+sys.path.append(str(Path(__file__).parent))
 torch.set_num_threads(1)
 # Without it torch refuses cuBLAS under deterministic algorithms.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,8 +1,10 @@
 """The module: names, init, and that it is `swiglu_experts` with its own weights."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from olmo_experts_gemm import Experts, grouped_mm, swiglu_experts
+from olmo_experts_gemm import Experts, grouped_mm, moe_mlp, swiglu_experts
 
 
 def _rows(dtype=torch.float32):
@@ -89,6 +91,45 @@ def test_activation_and_biases_reach_the_function(activation):
     for result, gradient in zip(results, gradients, strict=True):
         assert torch.equal(result, gradient)
     assert experts.w_down_EDH.grad is None
+
+
+@pytest.mark.parametrize("options", [{}, {"impl": "torch"}, {"matmul": grouped_mm}])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "relu_squared", "clamped_swiglu"])
+def test_moe_is_moe_mlp_with_all_that_the_module_holds(activation, options):
+    experts = Experts(3, 8, 4, activation=activation, bias=True, **options)
+    x = _rows()[0].requires_grad_()
+    ids = torch.tensor([[0, 2], [2, -1], [1, 0]] * 3)
+    weights = torch.rand(9, 2, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    parameters = dict(experts.named_parameters())
+    settings = {name: parameters[name] for name in ("b_gate_up_E2H", "b_down_ED")}
+    want = moe_mlp(
+        *(x, ids, weights, experts.w_gate_up_E2HD, experts.w_down_EDH),
+        activation=activation,
+        **settings,
+        **options,
+    )
+    got = experts.moe(x, ids, weights)
+    assert torch.equal(got, want)
+    leaves = (x, weights, *parameters.values())
+    pairs = zip(*(torch.autograd.grad(y.square().sum(), leaves) for y in (got, want)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_moe_hands_on_main_grads_and_a_packer():
+    experts, seen = Experts(3, 8, 4), []
+    packer = SimpleNamespace(pack=lambda t: seen.append(t.shape) or t, unpack=lambda t: t)
+    buffers = tuple(torch.zeros_like(w) for w in experts.parameters())
+    ids = torch.tensor([[0, 2], [2, -1], [1, 0]] * 3)
+    arguments = (_rows()[0], ids, torch.ones(9, 2))
+    want = torch.autograd.grad(experts.moe(*arguments).sum(), list(experts.parameters()))
+    experts.moe(*arguments, main_grads=buffers, pack=packer).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(buffers, want, strict=True))
+    assert experts.w_down_EDH.grad is None
+    assert seen[0] == (18, 8)
+    taken = Experts(3, 8, 4, matmul=grouped_mm)
+    for options in ({"main_grads": buffers}, {"pack": packer}):
+        with pytest.raises(ValueError, match="must stay None when `matmul` is given"):
+            taken.moe(*arguments, **options)
 
 
 def test_biases_are_drawn_after_the_stacks_and_within_their_bounds():

@@ -129,17 +129,17 @@ def test_weight_gradients_add_over_microbatches_and_start_again_from_zero(oracle
     ],
     ids=["w.mT", "w[::2]", "w[:, 4:]", "w at offset 1", "x.t", "x[:, 8:]", "x at offset 1"],
 )
-def test_views_give_what_packed_operands_give(oracle, impl, change):
+def test_views_give_what_dense_operands_give(oracle, impl, change):
     tensors, dy = _operands([3, 0, 6], 8, 12, dtype=torch.float32)
     x, w = change(tensors["x"], tensors["w"])
-    packed = [x.clone(memory_format=torch.contiguous_format), w.clone().contiguous()]
+    plain = [x.clone(memory_format=torch.contiguous_format), w.clone().contiguous()]
     results = []
-    for pair in ([x, w], packed):
+    for pair in ([x, w], plain):
         leaves = [tensor.detach().requires_grad_() for tensor in pair]
         y = grouped_mm(*leaves, oracle.ends([3, 0, 6]), impl=impl)
         results.append((y, *torch.autograd.grad(y, leaves, dy)))
-    for view, plain in zip(*results, strict=True):
-        torch.testing.assert_close(view, plain, rtol=1e-6, atol=1e-6)
+    for view, want in zip(*results, strict=True):
+        torch.testing.assert_close(view, want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

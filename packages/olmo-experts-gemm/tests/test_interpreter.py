@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
-FILES = ["test_triton_layer.py", "test_triton_product.py"]
+FILES = [
+    "test_triton_layer.py",
+    "test_triton_layer_autograd.py",
+    "test_triton_offsets.py",
+    "test_triton_product.py",
+]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")

@@ -20,11 +20,12 @@ def _offsets(*ends):
     ("arguments", "error", "message"),
     [
         ((X.int(), W, OFFSETS), TypeError, "`x_RD` must be float16, bfloat16, .* got int32"),
+        ((X.to(torch.complex64), W, OFFSETS), TypeError, "float64, got complex64"),
         ((X.to(torch.float8_e4m3fn), W, OFFSETS), TypeError, "got float8_e4m3fn"),
         (
             (X[None], W, OFFSETS),
             ValueError,
-            r"`x_RD` must have 2 dimensions, got shape \(1, 5, 8\)",
+            r"`x_RD` must have 2 dimensions, got shape \(1, 5, 8\); flatten batch and sequence",
         ),
         (
             (X, W.double(), OFFSETS),
@@ -213,6 +214,11 @@ GATE_UP, DOWN = torch.zeros(3, 8, 8), torch.zeros(3, 8, 4)
             ValueError,
             "`matmul` must return float32 .* got float16",
         ),
+        (
+            {"matmul": lambda x, w, o: (x, None)},
+            TypeError,
+            "`matmul` must return a tensor, got tuple",
+        ),
     ],
 )
 def test_swiglu_experts_refuses(change, error, message):
@@ -265,7 +271,9 @@ def test_moe_mlp_takes_two_missing_routes_in_one_token():
 
 
 def test_moe_mlp_speaks_of_its_own_arguments():
-    with pytest.raises(ValueError, match="`x_TD` must have 2 dimensions"):
+    with pytest.raises(ValueError, match=r"`x_TD` must .*; flatten batch and sequence into"):
+        moe_mlp(X[None], IDS, WEIGHTS, GATE_UP, DOWN)
+    with pytest.raises(ValueError, match=r"`x_TD` must have 2 dimensions, got shape \(8,\)\.$"):
         moe_mlp(X[0], IDS, WEIGHTS, GATE_UP, DOWN)
     with pytest.raises(ValueError, match=r"for `x_TD` of shape \(5, 8\)"):
         moe_mlp(X, IDS, WEIGHTS, GATE_UP, DOWN.mT)
@@ -278,6 +286,26 @@ def test_experts_refuse_empty_sizes(name):
     sizes = {"num_experts": 3, "d_model": 8, "d_hidden": 4, name: 0}
     with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
         Experts(**sizes)
+
+
+@pytest.mark.parametrize("name", ["num_experts", "d_model", "d_hidden"])
+@pytest.mark.parametrize("size", [4.0, "4", None])
+def test_experts_refuse_sizes_that_are_no_integers(name, size):
+    sizes = {"num_experts": 3, "d_model": 8, "d_hidden": 4, name: size}
+    with pytest.raises(TypeError, match=f"`{name}` must be an integer, got {size!r}"):
+        Experts(**sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.float8_e4m3fn])
+def test_experts_refuse_a_dtype_that_nothing_multiplies(dtype):
+    with pytest.raises(TypeError, match=f"`dtype` must be .* or float64, got {str(dtype)[6:]}"):
+        Experts(3, 8, 4, dtype=dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"matmul": grouped_mm}])
+def test_experts_refuse_an_unknown_product(options):
+    with pytest.raises(ValueError, match=r"`impl` must be 'auto', .* got 'cuda'"):
+        Experts(3, 8, 4, impl="cuda", **options)
 
 
 def test_experts_refuse_an_unknown_activation():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from olmo_experts_gemm import moe_mlp
-from olmo_experts_gemm._permute import collect_rows, gather_rows, sort_routes
+from olmo_experts_gemm._routes import collect_rows, gather_rows, sort_routes
 
 
 def _routes(T, K, E, seed, dropped=0.2):

@@ -24,7 +24,7 @@ def seen(monkeypatch) -> list[tuple[int, int]]:
         for operand in (a, b):
             assert operand.data_ptr() % 16 == 0, "a pointer is not aligned"
             *_, rows, columns = operand.shape
-            assert operand.stride()[-2:] in ((columns, 1), (1, rows)), "an operand is not packed"
+            assert operand.stride()[-2:] in ((columns, 1), (1, rows)), "an operand is not dense"
             assert max(operand.stride()) * operand.itemsize % 16 == 0, "a stride is not aligned"
         y = TORCH_KERNEL(a, b, offs=offs)
         if b.ndim == 3:
@@ -59,7 +59,7 @@ def _at_offset_one(tensor):
         lambda x, w, dy: (torch.cat([x, x], 1)[:, 8:], w.mT.contiguous().mT, dy[:1].expand_as(dy)),
         lambda x, w, dy: (x, torch.cat([w, w], 2)[:, :, 8:], dy),
     ],
-    ids=["packed", "x at 1", "w at 1", "dy at 1", "x.t and dy.t", "halves", "w[:, :, 8:]"],
+    ids=["dense", "x at 1", "w at 1", "dy at 1", "x.t and dy.t", "halves", "w[:, :, 8:]"],
 )
 @pytest.mark.parametrize("counts", [[5, 0, 3, 0], [0, 8, 0, 0], [0, 0, 0, 7]])
 def test_operands_are_laid_out_and_what_the_kernel_leaves_is_overwritten(

@@ -102,7 +102,7 @@ def test_without_any_routed_row_everything_is_zero(oracle, run, device, rows):
     ],
     ids=["w.mT", "w[:, ::2]", "w at 1", "x[:, 40:]", "x at 1", "x.t", "dy expanded"],
 )
-def test_views_give_the_bits_of_packed_operands(oracle, device, change):
+def test_views_give_the_bits_of_dense_operands(oracle, device, change):
     offsets = oracle.ends([3, 0, 6], device)
     tensors, dy = _operands([3, 0, 6], device, tail=2)
     views = change(tensors["x"], tensors["w"], dy)
@@ -115,7 +115,7 @@ def test_views_give_the_bits_of_packed_operands(oracle, device, change):
         assert torch.equal(got, want)
 
 
-def test_packed_weights_are_copied_in_neither_orientation(oracle, device, monkeypatch):
+def test_dense_weights_are_copied_in_neither_orientation(oracle, device, monkeypatch):
     from olmo_experts_gemm import _triton_product
     from olmo_experts_gemm._triton import row_product
 

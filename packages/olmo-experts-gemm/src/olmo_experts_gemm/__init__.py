@@ -13,6 +13,8 @@ every expert multiplies its own rows by its own weights:
   `hugging_face_experts_forward` runs the experts of a `transformers` model.
 """
 
+from ._expert_mlp import GroupedMatmul as GroupedMatmul
+from ._expert_mlp import swiglu_experts as swiglu_experts
 from ._experts import Experts as Experts
 from ._grouped_mm import grouped_mm as grouped_mm
 from ._hugging_face import experts_from_hugging_face as experts_from_hugging_face
@@ -20,8 +22,6 @@ from ._hugging_face import experts_to_hugging_face as experts_to_hugging_face
 from ._hugging_face import hugging_face_experts_forward as hugging_face_experts_forward
 from ._moe import moe_mlp as moe_mlp
 from ._packing import SavedActivationPacker as SavedActivationPacker
-from ._swiglu import GroupedMatmul as GroupedMatmul
-from ._swiglu import swiglu_experts as swiglu_experts
 
 __all__ = [
     "Experts",

@@ -1,7 +1,8 @@
 """What the public functions ask of their tensors, and the words in which they refuse them.
 
 Dtypes, shapes and devices are checked always. Values (offsets, expert ids) are checked on CPU
-tensors only: on a GPU the check itself would make the host wait for the device.
+tensors only: on a GPU the check itself would make the host wait for the device. A compiler that
+traces a call has no values to look at, so a compiled call checks none, on CPU neither.
 """
 
 from itertools import pairwise
@@ -26,7 +27,8 @@ def check_rows(name: str, x: Tensor) -> None:
             f"`{name}` must be float16, bfloat16, float32 or float64, got {name_of(x.dtype)}."
         )
     if x.ndim != 2:
-        raise ValueError(f"`{name}` must have 2 dimensions, got shape {tuple(x.shape)}.")
+        hint = "; flatten batch and sequence into tokens" if x.ndim > 2 else ""
+        raise ValueError(f"`{name}` must have 2 dimensions, got shape {tuple(x.shape)}{hint}.")
 
 
 def check_weights(name: str, w: Tensor, x_name: str, x: Tensor, shape: str, fits: bool) -> None:
@@ -74,22 +76,6 @@ def check_bias(name: str, bias: Tensor | None, w_name: str, w: Tensor) -> None:
             f"`{name}` must have shape {tuple(w.shape[:2])}, one number an output of an expert, "
             f"got {tuple(bias.shape)}."
         )
-
-
-def check_main_grad(name: str, main_grad: Tensor | None, w_name: str, w: Tensor) -> None:
-    """What a weight gradient is added to is a plain float32 buffer of the shape of the weights."""
-    if main_grad is None:
-        return
-    if main_grad.dtype != torch.float32:
-        raise TypeError(f"`{name}` must be float32, got {name_of(main_grad.dtype)}.")
-    check_device(name, main_grad, w_name, w)
-    if main_grad.shape != w.shape or not main_grad.is_contiguous():
-        raise ValueError(
-            f"`{name}` must be contiguous and have the shape of `{w_name}`, {tuple(w.shape)}, "
-            f"got shape {tuple(main_grad.shape)} with strides {main_grad.stride()}."
-        )
-    if main_grad.requires_grad:
-        raise ValueError(f"`{name}` must not require a gradient; pass a plain buffer.")
 
 
 def refuse_forward_mode(*tensors: Tensor | None) -> None:

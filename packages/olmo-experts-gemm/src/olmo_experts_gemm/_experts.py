@@ -1,18 +1,31 @@
-"""The experts of a layer as a module: two stacks of weights and `swiglu_experts`.
+"""The experts of a layer as a module: two stacks of weights, `swiglu_experts` and `moe_mlp`.
 
-The module knows no router and no ranks. It is given rows that are already sorted by expert, whether
-they come from this process or from others, and the number of experts it holds.
+The module knows no router and no ranks. Called, it takes rows that are already sorted by expert,
+whether they come from this process or from others; `moe` takes tokens and their expert ids.
 
-Shapes: R rows, E experts held, D model width, H expert hidden width.
+Shapes: R rows, T tokens, K experts a token, E experts held, D model width, H expert hidden width.
 """
+
+from numbers import Integral
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from ._activation import Activation, check_activation, has_gate
+from ._checks import FLOATS, name_of
+from ._expert_mlp import GroupedMatmul, check_one_product, swiglu_experts
 from ._grouped_mm import Impl
+from ._moe import moe_mlp
 from ._packing import SavedActivationPacker
-from ._swiglu import GroupedMatmul, check_one_product, swiglu_experts
+
+
+class _Settings(TypedDict):
+    activation: Activation
+    b_gate_up_E2H: Tensor | None
+    b_down_ED: Tensor | None
+    impl: Impl
+    matmul: GroupedMatmul | None
 
 
 class Experts(nn.Module):
@@ -23,7 +36,7 @@ class Experts(nn.Module):
         d_model: D, at least 1.
         d_hidden: H, at least 1.
         device: Where the parameters are made.
-        dtype: Their dtype; torch's default when `None`.
+        dtype: Their dtype, float16, bfloat16, float32 or float64; torch's default when `None`.
         activation: As for `swiglu_experts`.
         bias: Whether both products add a bias.
         impl: Which grouped product, as for `swiglu_experts`.
@@ -36,8 +49,9 @@ class Experts(nn.Module):
         b_down_ED: (E, D); `None` without biases.
 
     Raises:
-        ValueError: A size is below 1, `activation` is unknown, or both `impl` and `matmul` are
-            given.
+        TypeError: A size is not an integer, or `dtype` is none of those above.
+        ValueError: A size is below 1, `activation` or `impl` is unknown, or both `impl` and
+            `matmul` are given.
     """
 
     def __init__(
@@ -56,8 +70,14 @@ class Experts(nn.Module):
         super().__init__()
         sizes = {"num_experts": num_experts, "d_model": d_model, "d_hidden": d_hidden}
         for name, size in sizes.items():
+            if not isinstance(size, Integral):
+                raise TypeError(f"`{name}` must be an integer, got {size!r}.")
             if size < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {size}.")
+        if dtype is not None and dtype not in FLOATS:
+            raise TypeError(
+                f"`dtype` must be float16, bfloat16, float32 or float64, got {name_of(dtype)}."
+            )
         check_activation(activation)
         check_one_product(impl, matmul)
         self.activation: Activation = activation
@@ -105,14 +125,44 @@ class Experts(nn.Module):
             self.w_down_EDH,
             offsets_E,
             row_weights_R=row_weights_R,
-            activation=self.activation,
-            b_gate_up_E2H=self.b_gate_up_E2H,
-            b_down_ED=self.b_down_ED,
             main_grads=main_grads,
             pack=pack,
-            impl=self.impl,
-            matmul=self.matmul,
+            **self._settings(),
         )
+
+    def moe(
+        self,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        main_grads: tuple[Tensor, Tensor] | None = None,
+        pack: SavedActivationPacker | None = None,
+    ) -> Tensor:
+        """Send each token to its experts; arguments and result are those of `moe_mlp`.
+
+        Activation, biases and product are those of the module. As with every method but `forward`,
+        hooks on the call of the module do not run.
+        """
+        return moe_mlp(
+            x_TD,
+            expert_ids_TK,
+            weights_TK,
+            self.w_gate_up_E2HD,
+            self.w_down_EDH,
+            main_grads=main_grads,
+            pack=pack,
+            **self._settings(),
+        )
+
+    def _settings(self) -> _Settings:
+        return {
+            "activation": self.activation,
+            "b_gate_up_E2H": self.b_gate_up_E2H,
+            "b_down_ED": self.b_down_ED,
+            "impl": self.impl,
+            "matmul": self.matmul,
+        }
 
     def extra_repr(self) -> str:
         """Sizes for `print`."""

@@ -1,7 +1,7 @@
 """The expert MLP by fused kernels, as torch operators that a compiler does not look into.
 
 Saved for backward are the tokens (or rows), the pre-activations `hidden`, the stacks, the weights
-and the int32 maps; nothing as large as tokens times routes times the model width. `_fused_launch`
+and the int32 maps; nothing as large as tokens times routes times the model width. `_fused_order`
 says in which order the kernels run.
 
 The operators are differentiable once: their backward is an operator whose own backward raises.
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _fused_launch
-from ._fused_launch import Gradients, Needs, Rows
-from ._grouped_mm import refuse_second_order_main_grad
+from . import _fused_order
+from ._fused_order import Gradients, Needs, Rows
+from ._main_grad import check_main_grad, refuse_second_order_main_grad
 
 _NAME = "olmo_experts_gemm::"
 
@@ -25,7 +25,7 @@ _NAME = "olmo_experts_gemm::"
 @torch.library.custom_op(_NAME + "sort_routes", mutates_args=())
 def sort_routes_op(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """`offsets_E`, `route_R` and `row_TK` of the routes sorted by (expert, token, slot), int32."""
-    return _fused_launch.sort_routes(expert_ids_TK, num_experts)
+    return _fused_order.sort_routes(expert_ids_TK, num_experts)
 
 
 @torch.library.custom_op(_NAME + "expert_mlp", mutates_args=())
@@ -50,7 +50,7 @@ def expert_mlp_op(
     `main_gate_up` and `main_down` are for backward alone: both, or neither.
     """
     rows = Rows(offsets_E, weights, route_R, row_TK, top_k, activation)
-    return _fused_launch.forward(x, w_gate_up, w_down, b_gate_up, b_down, rows, save_hidden)
+    return _fused_order.forward(x, w_gate_up, w_down, b_gate_up, b_down, rows, save_hidden)
 
 
 @torch.library.custom_op(_NAME + "expert_mlp_backward", mutates_args=())
@@ -72,7 +72,7 @@ def expert_mlp_backward_op(
     """The gradients in the order of `Gradients`; of no elements where `needs` is False."""
     rows = Rows(offsets_E, weights, route_R, row_TK, top_k, activation)
     stacks = (w_gate_up, w_down, b_down)
-    return _plain(_fused_launch.backward(dy, x, hidden, *stacks, rows, Needs(*needs), None))
+    return _plain(_fused_order.backward(dy, x, hidden, *stacks, rows, Needs(*needs), None))
 
 
 @torch.library.custom_op(
@@ -98,7 +98,7 @@ def expert_mlp_backward_main_grad_op(
     """The same, with the gradients of the stacks added to the buffers."""
     rows = Rows(offsets_E, weights, route_R, row_TK, top_k, activation)
     stacks, into = (w_gate_up, w_down, b_down), (main_gate_up, main_down)
-    return _plain(_fused_launch.backward(dy, x, hidden, *stacks, rows, Needs(*needs), into))
+    return _plain(_fused_order.backward(dy, x, hidden, *stacks, rows, Needs(*needs), into))
 
 
 @sort_routes_op.register_fake
@@ -141,7 +141,7 @@ def _fake_backward(args: tuple[Any, ...], into: bool) -> tuple[Tensor, ...]:
         args
     )
     rows = Rows(offsets_E, weights, route_R, row_TK, top_k, activation)
-    return _plain(_fused_launch.empty_gradients(x, w_gate_up, w_down, rows, Needs(*needs), into))
+    return _plain(_fused_order.empty_gradients(x, w_gate_up, w_down, rows, Needs(*needs), into))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -166,6 +166,8 @@ def _backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]
         made = expert_mlp_backward_op(*arguments)
     else:
         refuse_second_order_main_grad()
+        for i, name in enumerate(("w_gate_up_E2HD", "w_down_EDH")):
+            check_main_grad(f"main_grads[{i}]", ctx.buffers[i], name, arguments[3 + i])
         made = expert_mlp_backward_main_grad_op(*ctx.buffers, *arguments)
         needs[1] = needs[2] = False
     gradients = (new if need else None for new, need in zip(made, needs, strict=True))
@@ -179,5 +181,30 @@ def _refuse_second_order(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ..
     )
 
 
+def _one_after_another(
+    info: Any, in_dims: tuple[int | None, ...], *args: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """Run a batch of `torch.func.vmap` call by call.
+
+    Whether to save `hidden` is asked anew: a batch does not tell what lies under it that it
+    requires a gradient.
+    """
+    made = []
+    for number in range(info.batch_size):
+        one = [
+            arg if dim is None else arg.select(dim, number)
+            for arg, dim in zip(args, in_dims, strict=True)
+        ]
+        made.append(expert_mlp_op(*one[:-1], saves_hidden(one[:6])))
+    y, hidden = zip(*made, strict=True)
+    return (torch.stack(y), torch.stack(hidden)), (0, 0)
+
+
+def saves_hidden(inputs: Sequence[Tensor | None]) -> bool:
+    """Whether a call of these differentiable inputs will have a backward."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+
+
 expert_mlp_op.register_autograd(_backward, setup_context=_save)
+expert_mlp_op.register_vmap(_one_after_another)
 expert_mlp_backward_op.register_autograd(_refuse_second_order)

@@ -20,13 +20,8 @@ import torch
 from torch import Tensor
 
 from . import _torch_grouped_mm, _triton_product, reference
-from ._checks import (
-    check_main_grad,
-    check_offsets,
-    check_rows,
-    check_weights,
-    refuse_forward_mode,
-)
+from ._checks import check_offsets, check_rows, check_weights, refuse_forward_mode
+from ._main_grad import check_apart, check_main_grad, refuse_second_order_main_grad
 
 Impl = Literal["auto", "reference", "torch", "triton"]
 
@@ -62,7 +57,7 @@ def grouped_mm(
             without a host sync: CUDA of compute capability 8.0 or newer, bfloat16 and float16, D
             and F multiples of 8, up to 512 experts, fewer than 2^30 rows; on CPU in Triton's
             interpreter alone, in float16 and float32. Both copy operands that have gaps or are not
-            aligned to 16 bytes, and use `w_EFD` as it is when it or `w_EFD.mT` is packed.
+            aligned to 16 bytes, and use `w_EFD` as it is when it or `w_EFD.mT` is dense.
             `"auto"` is the first of `"triton"`, `"torch"` and `"reference"` that can run on CUDA,
             and `"reference"` everywhere else.
 
@@ -71,9 +66,12 @@ def grouped_mm(
 
     Raises:
         TypeError: A dtype is not one of those above.
-        ValueError: Shapes or devices do not match, the offsets are not a running sum within R (seen
-            on CPU tensors only), the named `impl` cannot run here, or `main_grad_EFD` is not a
-            plain contiguous buffer of the shape of `w_EFD`.
+        ValueError: Shapes or devices do not match, the offsets are not a running sum within R, the
+            named `impl` cannot run here, or `main_grad_EFD` is not a plain contiguous buffer of the
+            shape of `w_EFD` and apart from it (backward checks the buffer again). Offsets are
+            checked on CPU tensors only, and not in a compiled call. On a GPU, where the check would
+            wait for the device, offsets that decrease or pass R fail an assertion on the device by
+            `"triton"`, which ends the process's use of the device.
         NotImplementedError: A tensor carries a forward-mode tangent (not seen when compiled).
         RuntimeError: In a backward with `create_graph=True`, when `main_grad_EFD` was given.
 
@@ -93,9 +91,16 @@ def grouped_mm(
     check_weights("w_EFD", w_EFD, "x_RD", x_RD, f"(E, F, D={x_RD.shape[1]})", fits)
     check_offsets(offsets_E, w_EFD.shape[0], "x_RD", x_RD)
     check_main_grad("main_grad_EFD", main_grad_EFD, "w_EFD", w_EFD)
+    check_apart("main_grad_EFD", main_grad_EFD, {"w_EFD": w_EFD})
     refuse_forward_mode(x_RD, w_EFD)
     chosen = pick(impl, x_RD, x_RD.shape[0], *w_EFD.shape)
     return multiply(x_RD, w_EFD, offsets_E, main_grad_EFD, chosen)
+
+
+def check_impl(impl: str) -> None:
+    """The name is known."""
+    if impl not in get_args(Impl):
+        raise ValueError(f"`impl` must be 'auto', 'reference', 'torch' or 'triton', got {impl!r}.")
 
 
 def pick(impl: Impl, x: Tensor, num_rows: int, num_experts: int, *widths: int) -> Impl:
@@ -108,8 +113,7 @@ def pick(impl: Impl, x: Tensor, num_rows: int, num_experts: int, *widths: int) -
         num_experts: E.
         *widths: Every matrix width of the products.
     """
-    if impl not in get_args(Impl):
-        raise ValueError(f"`impl` must be 'auto', 'reference', 'torch' or 'triton', got {impl!r}.")
+    check_impl(impl)
     if impl == "reference" or (impl == "auto" and x.device.type != "cuda"):
         return "reference"
     if impl in ("auto", "triton"):
@@ -222,16 +226,9 @@ def _main_grad_backward(ctx: Any, dy_RF: Tensor) -> tuple[Tensor | None, ...]:
     needs_dx, needs_dw, *_ = ctx.needs_input_grad
     dx_RD = grouped_mm_op(dy_RF, w_EFD.mT, offsets_E, ctx.impl) if needs_dx else None
     if needs_dw:
+        check_main_grad("main_grad_EFD", ctx.main_grad_EFD, "w_EFD", w_EFD)
         add_grouped_outer_op(ctx.main_grad_EFD, dy_RF, x_RD, offsets_E, ctx.impl)
     return dx_RD, None, None, None, None
-
-
-def refuse_second_order_main_grad() -> None:
-    """A gradient that went into a buffer has no graph behind it."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "`create_graph=True` must not meet a `main_grad` buffer, got both; leave one out."
-        )
 
 
 grouped_mm_op.register_autograd(_grouped_mm_backward, setup_context=_save)

@@ -12,11 +12,18 @@ from torch import Tensor
 
 from ._activation import Activation
 from ._checks import check_routes, check_rows, refuse_forward_mode
+from ._expert_mlp import (
+    GroupedMatmul,
+    Stacks,
+    check_one_product,
+    check_stacks,
+    run_fused,
+    run_products,
+)
 from ._fused_mlp import sort_routes_op
 from ._grouped_mm import Impl, pick
-from ._packing import SavedActivationPacker
-from ._permute import collect_rows, gather_rows, sort_routes
-from ._swiglu import Stacks, check_stacks, run_fused, run_products
+from ._packing import SavedActivationPacker, refuse_compilation
+from ._routes import collect_rows, gather_rows, sort_routes
 
 
 def moe_mlp(
@@ -32,6 +39,7 @@ def moe_mlp(
     main_grads: tuple[Tensor, Tensor] | None = None,
     pack: SavedActivationPacker | None = None,
     impl: Impl = "auto",
+    matmul: GroupedMatmul | None = None,
 ) -> Tensor:
     """Send each token to its experts and return the weighted sum of what they make of it.
 
@@ -52,6 +60,7 @@ def moe_mlp(
             gathered rows of the other two, besides the pre-activations.
         impl: Which grouped product, as for `grouped_mm`; `"triton"` is the fused MLP, which gathers
             the tokens in its loads. It needs D and H that are multiples of 8, and T*K below 2^30.
+        matmul: As for `swiglu_experts`.
 
     Returns:
         `y_TD`, (T, D), of the dtype of `x_TD`. A token without routes gets zero.
@@ -59,9 +68,12 @@ def moe_mlp(
     Raises:
         TypeError: A dtype is not one of those above.
         ValueError: Shapes or devices do not match, `activation` is unknown, `impl` cannot run here,
-            or an id is out of range or twice in a token. Ids are checked on CPU tensors only; on a
-            GPU, where the check would wait for the device, such ids give wrong results.
-        NotImplementedError: A tensor carries a forward-mode tangent (not seen when compiled).
+            `matmul` comes together with `impl`, `main_grads` or `pack`, or an id is out of range or
+            twice in a token. Ids are checked on CPU tensors only, and not in a compiled call. On a
+            GPU, where the check would wait for the device, an id of E or more fails an assertion on
+            the device by `"triton"`, which ends the process's use of the device; by the others it
+            is not seen, and ids below -1 or twice in a token are seen by none.
+        NotImplementedError: As for `swiglu_experts`.
         RuntimeError: As for `swiglu_experts`.
 
     Note:
@@ -76,6 +88,8 @@ def moe_mlp(
         others `2 (2 D + 4 H)` bytes a route (the gathered rows, the hidden layers, the experts'
         outputs), and int64 maps. The tokens are an input: `2 D` bytes each, unless they are packed.
     """
+    refuse_compilation(pack)
+    check_one_product(impl, matmul, main_grads=main_grads, pack=pack)
     check_rows("x_TD", x_TD)
     stacks = Stacks.of(w_gate_up_E2HD, w_down_EDH, b_gate_up_E2H, b_down_ED, main_grads)
     E, D, H = check_stacks(stacks, activation, "x_TD", x_TD)
@@ -83,7 +97,7 @@ def moe_mlp(
     refuse_forward_mode(x_TD, weights_TK, *stacks)
     chosen = pick(impl, x_TD, expert_ids_TK.numel(), E, D, H)
     K = expert_ids_TK.shape[1]
-    if chosen == "triton":
+    if chosen == "triton" and matmul is None:
         maps = sort_routes_op(expert_ids_TK, E)
         return run_fused(x_TD, stacks, weights_TK, maps, K, activation, pack)
 
@@ -93,6 +107,6 @@ def moe_mlp(
     # A route has one row, so its weight travels as a token of width 1 with a single slot.
     row_weights_R1 = gather_rows(weights_TK.reshape(-1, 1), order.route_R, order.row_N[:, None])
     y_RD = run_products(
-        rows_RD, stacks, row_weights_R1[:, 0], order.offsets_E, activation, pack, chosen, None
+        rows_RD, stacks, row_weights_R1[:, 0], order.offsets_E, activation, pack, chosen, matmul
     )
     return collect_rows(y_RD, token_R, row_TK)

@@ -1,7 +1,11 @@
-"""Saved activations in another form, such as a quantised one, between forward and backward."""
+"""Saved activations in another form, such as a quantised one, between forward and backward.
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+Hooks on what operators save take the place of torch's own check that nobody has written to a saved
+tensor since. So that check is made here, on every tensor that is kept as it is.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +19,8 @@ class SavedActivationPacker(Protocol):
     """Keeps an activation for backward in a form of its own.
 
     `unpack(pack(tensor))` gives a tensor of the same shape, dtype and device. If it gives other
-    values, the gradients are those of other values.
+    values, the gradients are those of other values: a form that shares memory with `tensor`
+    changes with it, and nobody notices.
     """
 
     def pack(self, tensor: Tensor, /) -> object:
@@ -23,44 +28,102 @@ class SavedActivationPacker(Protocol):
         ...
 
     def unpack(self, packed: object, /) -> Tensor:
-        """Return the tensor that `packed` was made of."""
+        """Return the tensor that `packed` was made of, as often as it is asked for."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
+class _Kept:
+    tensor: Tensor
+    version: int
+
+    def get(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{self.tensor.type()} {list(self.tensor.shape)}] is at "
+                f"version {self.tensor._version}; expected version {self.version} instead. `pack` "
+                "keeps weights, maps and offsets as they are: run backward before changing them, "
+                "or pass a copy."
+            )
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _Packed:
+    packer: SavedActivationPacker
     content: object
     shape: torch.Size
     dtype: torch.dtype
+    device: torch.device
+
+    def get(self) -> Tensor:
+        tensor = self.packer.unpack(self.content)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"`pack.unpack` must return a tensor, got {type(tensor).__name__}.")
+        if tensor.shape != self.shape or tensor.dtype != self.dtype:
+            raise ValueError(
+                f"`pack.unpack` must return {name_of(self.dtype)} of shape {tuple(self.shape)}, "
+                f"got {name_of(tensor.dtype)} of shape {tuple(tensor.shape)}."
+            )
+        if tensor.device != self.device:
+            raise ValueError(
+                f"`pack.unpack` must return a tensor on {self.device}, where `pack` was given it, "
+                f"got one on {tensor.device}."
+            )
+        return tensor
 
 
 def packing(
     packer: SavedActivationPacker | None, is_activation: Callable[[Tensor], bool]
 ) -> AbstractContextManager[object]:
-    """Pack the activations that operators save inside; the rest they save as it is."""
-    if packer is None:
-        return nullcontext()
+    """Pack the activations that operators save inside, each once; the rest they save as it is."""
+    return nullcontext() if packer is None else _hooks(packer, is_activation)
 
-    def pack(tensor: Tensor) -> object:
+
+@contextmanager
+def _hooks(
+    packer: SavedActivationPacker, is_activation: Callable[[Tensor], bool]
+) -> Iterator[None]:
+    # Two operators may save one activation. The tensor is held beside what was made of it, so that
+    # no other takes its place in memory meanwhile.
+    made: dict[tuple[object, ...], tuple[Tensor, _Packed]] = {}
+
+    def pack(tensor: Tensor) -> _Kept | _Packed:
         if not is_activation(tensor):
-            return tensor
-        return _Packed(packer.pack(tensor.detach()), tensor.shape, tensor.dtype)
+            return _Kept(tensor, tensor._version)
+        key = (*place_of(tensor), tensor._version)
+        if key not in made:
+            form = (tensor.shape, tensor.dtype, tensor.device)
+            made[key] = (tensor, _Packed(packer, packer.pack(tensor.detach()), *form))
+        return made[key][1]
 
-    def unpack(saved: object) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        assert isinstance(saved, _Packed), "only what `pack` returned comes back"
-        tensor = packer.unpack(saved.content)
-        if tensor.shape != saved.shape or tensor.dtype != saved.dtype:
-            raise ValueError(
-                f"`pack.unpack` must return {name_of(saved.dtype)} of shape {tuple(saved.shape)}, "
-                f"got {name_of(tensor.dtype)} of shape {tuple(tensor.shape)}."
-            )
-        return tensor
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.get()):
+        try:
+            yield
+        finally:
+            made.clear()
 
 
-def memory_of(tensor: Tensor) -> int:
-    """What tells one tensor's memory from another's; views share it."""
-    return tensor.untyped_storage().data_ptr()
+def place_of(tensor: Tensor) -> tuple[object, ...]:
+    """What tells one tensor from another, also from another view of the same memory."""
+    storage = tensor.untyped_storage().data_ptr()
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def refuse_compilation(packer: SavedActivationPacker | None) -> None:
+    """A compiler would trace into the hooks, or save what they were to pack."""
+    if packer is not None and torch.compiler.is_compiling():
+        _raise_while_compiling()
+
+
+def _raise_while_compiling() -> None:
+    raise NotImplementedError(
+        "`pack` must stay None under `torch.compile`, got a packer while compiling; decorate what "
+        "calls the experts with `torch.compiler.disable`, or leave `pack` out."
+    )
+
+
+# Called while a graph is traced, not traced itself: a traced exception would break the graph and
+# run the call once more without the compiler.
+_raise_while_compiling._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] # what torch.compiler.assume_constant_result sets, without importing the compiler

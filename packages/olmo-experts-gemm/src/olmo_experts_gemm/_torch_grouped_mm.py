@@ -1,6 +1,6 @@
 """The same two products through torch's own `grouped_mm`, which leaves three things to us.
 
-- It takes packed operands with 16-byte aligned strides: anything else is copied here.
+- It takes dense operands with 16-byte aligned strides: anything else is copied here.
 - It leaves the rows past the last offset uninitialised: they are overwritten with zeros, whatever
   they hold, in the output and in `dx`.
 - Releases differ in what they leave in the weight gradient of an expert without rows
@@ -12,7 +12,7 @@ Nothing here reads the device from the host. Overwriting costs one pass over the
 import torch
 from torch import Tensor
 
-from ._layout import ALIGNMENT_BYTES, copy, is_packed, packed
+from ._dense import ALIGNMENT_BYTES, copy, dense, is_dense
 
 # torch 2.10 made the name public.
 _torch_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
@@ -58,8 +58,8 @@ def grouped_mm(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
     if x_RD.numel() == 0 or w_EFD.numel() == 0:  # some releases fail to launch on nothing
         return x_RD.new_zeros(x_RD.shape[0], w_EFD.shape[1])
     # Either dimension of a weight may be the inner one, so the `w.mT` of a backward is not copied.
-    w_EFD = w_EFD if is_packed(w_EFD) or is_packed(w_EFD.mT) else copy(w_EFD)
-    y_RF = _torch_grouped_mm(packed(x_RD), w_EFD.mT, offs=offsets_E)
+    w_EFD = w_EFD if is_dense(w_EFD) or is_dense(w_EFD.mT) else copy(w_EFD)
+    y_RF = _torch_grouped_mm(dense(x_RD), w_EFD.mT, offs=offsets_E)
     rows_R = torch.arange(y_RF.shape[0], device=y_RF.device)
     return _overwrite(y_RF, (rows_R >= offsets_E[-1])[:, None])
 
@@ -68,7 +68,7 @@ def grouped_outer(dy_RF: Tensor, x_RD: Tensor, offsets_E: Tensor) -> Tensor:
     """Sum the outer products of each expert's rows, (E, F, D); an expert without rows gets zero."""
     if dy_RF.numel() == 0 or x_RD.numel() == 0:
         return dy_RF.new_zeros(offsets_E.shape[0], dy_RF.shape[1], x_RD.shape[1])
-    dw_EFD = _torch_grouped_mm(packed(dy_RF).t(), packed(x_RD), offs=offsets_E)
+    dw_EFD = _torch_grouped_mm(dense(dy_RF).t(), dense(x_RD), offs=offsets_E)
     counts_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))
     return _overwrite(dw_EFD, (counts_E == 0)[:, None, None])
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ._layout import is_packed, packed
+from ._dense import dense, is_dense
 
 _MULTIPLE = 8
 _MAX_EXPERTS = 512
@@ -82,10 +82,10 @@ def grouped_mm(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
     if x_RD.numel() == 0 or w_EFD.numel() == 0:
         return x_RD.new_zeros(x_RD.shape[0], w_EFD.shape[1])
     # Either dimension of a weight may be the inner one, so the `w.mT` of a backward is not copied.
-    transposed = not is_packed(w_EFD) and is_packed(w_EFD.mT)
-    w = w_EFD.mT if transposed else packed(w_EFD)
+    transposed = not is_dense(w_EFD) and is_dense(w_EFD.mT)
+    w = w_EFD.mT if transposed else dense(w_EFD)
     with launching_on(x_RD.device):
-        return row_product(packed(x_RD), w, packed(offsets_E), transposed=transposed)
+        return row_product(dense(x_RD), w, dense(offsets_E), transposed=transposed)
 
 
 def grouped_outer(dy_RF: Tensor, x_RD: Tensor, offsets_E: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def grouped_outer(dy_RF: Tensor, x_RD: Tensor, offsets_E: Tensor) -> Tensor:
     if dy_RF.numel() == 0 or x_RD.numel() == 0:
         return dy_RF.new_zeros(offsets_E.shape[0], dy_RF.shape[1], x_RD.shape[1])
     with launching_on(x_RD.device):
-        return weight_gradient(packed(dy_RF), packed(x_RD), packed(offsets_E))
+        return weight_gradient(dense(dy_RF), dense(x_RD), dense(offsets_E))
 
 
 def add_grouped_outer(into_EFD: Tensor, dy_RF: Tensor, x_RD: Tensor, offsets_E: Tensor) -> None:
@@ -105,8 +105,8 @@ def add_grouped_outer(into_EFD: Tensor, dy_RF: Tensor, x_RD: Tensor, offsets_E: 
     if dy_RF.numel() == 0 or x_RD.numel() == 0:
         return
     with launching_on(x_RD.device):
-        operands = packed(dy_RF), packed(x_RD), packed(offsets_E)
-        if is_packed(into_EFD):
+        operands = dense(dy_RF), dense(x_RD), dense(offsets_E)
+        if is_dense(into_EFD):
             weight_gradient(*operands, into=into_EFD)
         else:
             into_EFD.add_(weight_gradient(*operands))

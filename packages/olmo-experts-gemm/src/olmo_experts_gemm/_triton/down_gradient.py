@@ -78,6 +78,7 @@ def down_gradient(
         route_R,
         weights,
         offsets_E,
+        R,
         offsets_E.shape[0],
         H,
         GATHER=route_R is not None,
@@ -100,6 +101,7 @@ def _down_gradient_kernel(
     route,
     weights,
     offsets,
+    R,
     E,
     H,
     GATHER: tl.constexpr,
@@ -113,7 +115,7 @@ def _down_gradient_kernel(
 
     The weighted hidden layer takes the place of `g`.
     """
-    last = tl.load(offsets + E - 1)
+    last = tl.minimum(tl.load(offsets + E - 1), R)
     if tl.program_id(0) * ROWS >= last:
         return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

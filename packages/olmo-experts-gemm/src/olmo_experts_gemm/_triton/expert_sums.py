@@ -45,6 +45,7 @@ def sum_rows(
         route_R,
         weights,
         sums_EF,
+        (rows if route_R is None else route_R).shape[0],
         F,
         TOP_K=top_k,
         GATHER=route_R is not None,
@@ -117,6 +118,7 @@ def _sum_kernel(
     route,
     weights,
     sums,
+    R,
     F,
     TOP_K: tl.constexpr,
     GATHER: tl.constexpr,
@@ -128,7 +130,7 @@ def _sum_kernel(
     expert = tl.program_id(0)
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(offsets + expert)
+    end = tl.minimum(tl.load(offsets + expert), R)
     total = tl.zeros((BN,), tl.float32)
     for first in range(start, end, BM):
         row = first + tl.arange(0, BM)

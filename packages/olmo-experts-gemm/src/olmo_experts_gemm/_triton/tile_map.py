@@ -29,13 +29,26 @@ class TileMap(NamedTuple):
 
 
 def make_tile_map(offsets_E: Tensor, num_rows: int, rows: int) -> TileMap:
-    """List the tiles of `rows` rows of the experts that end at `offsets_E`."""
+    """List the tiles of `rows` rows of the experts that end at `offsets_E`.
+
+    Ends that decrease or lie past `num_rows` fail an assertion on the device, and no tile reaches
+    past `num_rows` in any case.
+    """
     E = offsets_E.shape[0]
     capacity = triton.cdiv(num_rows, rows) + E
     made = offsets_E.new_empty(3 * capacity + 1)
     tiles = TileMap(*made.split([capacity, capacity, capacity, 1]))
     _tile_map_kernel[(triton.cdiv(capacity, _BLOCK),)](
-        offsets_E, *tiles, capacity, E, rows, triton.next_power_of_2(E), _BLOCK
+        offsets_E,
+        *tiles,
+        capacity,
+        num_rows,
+        E,
+        rows,
+        triton.next_power_of_2(E),
+        _BLOCK,
+        debug=True,  # keeps the assertion
+        sanitize_overflow=False,
     )
     return tiles
 
@@ -48,6 +61,7 @@ def _tile_map_kernel(
     tile_end,
     tile_count,
     capacity,
+    R,
     E,
     ROWS: tl.constexpr,
     EP: tl.constexpr,
@@ -57,6 +71,10 @@ def _tile_map_kernel(
     e = tl.arange(0, EP)
     end = tl.load(offsets + e, mask=e < E, other=0)
     start = tl.load(offsets + e - 1, mask=(e > 0) & (e < E), other=0)
+    legal = (e >= E) | ((start <= end) & (end <= R))
+    tl.device_assert(legal, "`offsets_E` must not decrease, from 0 to at most the number of rows")
+    end = tl.minimum(end, R)
+    start = tl.minimum(tl.maximum(start, 0), end)
     tiles = tl.where(e < E, (end - start + ROWS - 1) // ROWS, 0)
     ends = tl.cumsum(tiles, 0)
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -71,7 +89,7 @@ def _tile_map_kernel(
     tl.store(tile_row + tile, tl.where(used, begin + (tile - first) * ROWS, 0), mask=mask)
     tl.store(tile_end + tile, tl.where(used, stop, 0), mask=mask)
     if tl.program_id(0) == 0:
-        tl.store(tile_count, tl.sum(tiles, 0))
+        tl.store(tile_count, tl.minimum(tl.sum(tiles, 0), capacity))
 
 
 @triton.jit

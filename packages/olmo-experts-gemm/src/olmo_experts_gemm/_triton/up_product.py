@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from olmo_experts_gemm._activation import has_gate
+
 from . import tiling
 from .activation import activate
 from .ragged import descriptor, halves, ragged_descriptor, slices, store_half, store_rows
@@ -52,7 +54,7 @@ def up_product(
         The layer (R, H), and `[gate, up]` (R, 2H), of no rows unless saved. Rows past the last
         offset are not written.
     """
-    gated = activation != "relu_squared"
+    gated = has_gate(activation)
     E, D = w_gate_up.shape[0], x.shape[1]
     H = w_gate_up.shape[1] // 2 if gated else w_gate_up.shape[1]
     R = x.shape[0] if route_R is None else route_R.shape[0]

@@ -41,6 +41,7 @@ def weight_gradient(
         `dw`, (E, F, D), or `into`. An expert without rows gets zeros, or keeps what `into` holds.
     """
     E, F, D = offsets_E.shape[0], left.shape[1], right.shape[1]
+    R = (left if gather != "left" else right).shape[0]
     dw = left.new_empty(E, F, D) if into is None else into
     # The gathered operand is the faster one on the left, so a gathered right computes `dw.T`.
     transposed = gather == "right"
@@ -56,6 +57,7 @@ def weight_gradient(
         descriptor(dw, [1, width, cut.rows] if transposed else [1, cut.rows, width]),
         route_R,
         offsets_E,
+        R,
         E,
         F,
         D,
@@ -75,6 +77,7 @@ def _weight_gradient_kernel(
     dw,
     route,
     offsets,
+    R,
     E,
     F,
     D,
@@ -102,7 +105,7 @@ def _weight_gradient_kernel(
     for number in tl.range(tl.program_id(0), E * tiles, tl.num_programs(0), flatten=FLATTEN):
         expert = number // tiles
         start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
-        end = tl.load(offsets + expert)
+        end = tl.minimum(tl.load(offsets + expert), R)
         i, j = tile_at(number % tiles, down, across, GROUP)
         if GATHER:
             columns = i * BM + tl.arange(0, BM)

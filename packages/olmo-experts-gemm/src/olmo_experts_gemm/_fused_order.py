@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._layout import is_packed, packed
+from ._dense import dense, is_dense
 from ._triton_product import launching_on
 
 
@@ -36,14 +36,14 @@ class Rows(NamedTuple):
     """Routes a token."""
     activation: str
 
-    def packed(self) -> "Rows":
+    def dense(self) -> "Rows":
         """The same, laid out as the kernels read it."""
         weights, route_R, row_TK = self.weights, self.route_R, self.row_TK
         return self._replace(
-            offsets_E=packed(self.offsets_E),
-            weights=None if weights is None else packed(weights),
-            route_R=None if route_R is None else packed(route_R),
-            row_TK=None if row_TK is None else packed(row_TK),
+            offsets_E=dense(self.offsets_E),
+            weights=None if weights is None else dense(weights),
+            route_R=None if route_R is None else dense(route_R),
+            row_TK=None if row_TK is None else dense(row_TK),
         )
 
     def of(self, x: Tensor) -> int:
@@ -101,12 +101,12 @@ def forward(
 
     if rows.of(x) == 0:
         return x.new_zeros(x.shape), x.new_empty(0, w_gate_up.shape[1])
-    rows, x, w_down = rows.packed(), packed(x), packed(w_down)
+    rows, x, w_down = rows.dense(), dense(x), dense(w_down)
     with launching_on(x.device):
         a_RH, hidden = up_product(
             x,
-            packed(w_gate_up),
-            None if b_gate_up is None else packed(b_gate_up),
+            dense(w_gate_up),
+            None if b_gate_up is None else dense(b_gate_up),
             rows.offsets_E,
             route_R=rows.route_R,
             weights=rows.weights,
@@ -123,7 +123,7 @@ def forward(
         del a_RH
         if b_down is not None:
             add_to_rows(
-                y_RD, packed(b_down), rows.offsets_E, route_R=rows.route_R, weights=rows.weights
+                y_RD, dense(b_down), rows.offsets_E, route_R=rows.route_R, weights=rows.weights
             )
         return (y_RD if rows.row_TK is None else collect(y_RD, rows.row_TK)), hidden
 
@@ -159,7 +159,7 @@ def backward(
         full = empty_gradients(x, w_gate_up, w_down, rows, needs, into is not None)
         return Gradients(*(gradient.zero_() for gradient in full))
     made: dict[str, Tensor | None] = dict.fromkeys(Gradients._fields)
-    rows, dy, x, hidden = rows.packed(), packed(dy), packed(x), packed(hidden)
+    rows, dy, x, hidden = rows.dense(), dense(dy), dense(x), dense(hidden)
     gather = {"route_R": rows.route_R, "top_k": rows.top_k}
     with launching_on(x.device):
         if needs.b_down:
@@ -194,7 +194,7 @@ def _down(
 
     d_hidden, a_RH, ds_PR = down_gradient(
         dy,
-        packed(w_down),
+        dense(w_down),
         hidden,
         rows.offsets_E,
         route_R=rows.route_R,
@@ -220,7 +220,7 @@ def _stack_gradient(
         options["gather"] = "none"
     if into is None:
         return weight_gradient(left, right, rows.offsets_E, **options)
-    if is_packed(into):
+    if is_dense(into):
         weight_gradient(left, right, rows.offsets_E, into=into, **options)
     else:  # not aligned as a descriptor needs it
         into.add_(weight_gradient(left, right, rows.offsets_E, **options))
@@ -233,7 +233,7 @@ def _rows_gradient(d_hidden: Tensor, w_gate_up: Tensor, rows: Rows) -> Tensor:
 
     dx_RD = row_product(
         d_hidden,
-        packed(w_gate_up),
+        dense(w_gate_up),
         rows.offsets_E,
         transposed=True,
         zero_tail=rows.row_TK is None,
@@ -249,7 +249,7 @@ def _weights_gradient(ds_PR: Tensor, dy: Tensor, b_down: Tensor | None, rows: Ro
     if b_down is not None:
         dots_R = dot_rows(
             dy,
-            packed(b_down),
+            dense(b_down),
             rows.offsets_E,
             ds_PR.shape[1],
             route_R=rows.route_R,

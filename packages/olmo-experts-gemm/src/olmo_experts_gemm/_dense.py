@@ -6,7 +6,7 @@ from torch import Tensor
 ALIGNMENT_BYTES = 16
 
 
-def is_packed(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Row-major without gaps, and aligned. `is_contiguous` ignores strides of dimensions of 1."""
     strides = [1]
     for size in reversed(tensor.shape[1:]):
@@ -15,10 +15,10 @@ def is_packed(tensor: Tensor) -> bool:
 
 
 def copy(tensor: Tensor) -> Tensor:
-    """A packed copy."""
+    """A dense copy."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def packed(tensor: Tensor) -> Tensor:
-    """The tensor itself when it is packed, else a packed copy."""
-    return tensor if is_packed(tensor) else copy(tensor)
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor itself when it is dense, else a dense copy."""
+    return tensor if is_dense(tensor) else copy(tensor)

@@ -22,15 +22,15 @@ from ._checks import (
     check_bias,
     check_device,
     check_experts,
-    check_main_grad,
     check_offsets,
     check_rows,
     name_of,
     refuse_forward_mode,
 )
-from ._fused_mlp import expert_mlp_op
-from ._grouped_mm import Impl, grouped_mm_op, multiply, pick
-from ._packing import SavedActivationPacker, memory_of, packing
+from ._fused_mlp import expert_mlp_op, saves_hidden
+from ._grouped_mm import Impl, check_impl, grouped_mm_op, multiply, pick
+from ._main_grad import check_apart, check_main_grad, main_grad_pair
+from ._packing import SavedActivationPacker, packing, place_of, refuse_compilation
 
 
 class GroupedMatmul(Protocol):
@@ -65,12 +65,7 @@ class Stacks(NamedTuple):
         main_grads: tuple[Tensor, Tensor] | None,
     ) -> "Stacks":
         """From the arguments of a public function."""
-        if main_grads is not None and len(main_grads) != 2:
-            raise ValueError(
-                "`main_grads` must be two buffers, of `w_gate_up_E2HD` and of `w_down_EDH`, "
-                f"got {len(main_grads)}."
-            )
-        return Stacks(w_gate_up, w_down, b_gate_up, b_down, *(main_grads or (None, None)))
+        return Stacks(w_gate_up, w_down, b_gate_up, b_down, *main_grad_pair(main_grads))
 
 
 def swiglu_experts(
@@ -106,10 +101,12 @@ def swiglu_experts(
             the stacks.
         b_down_ED: Added to the second product before the row weight, (E, D).
         main_grads: Two contiguous float32 buffers of the shapes of the stacks, to which backward
-            adds their gradients, as `main_grad_EFD` of `grouped_mm`. The biases have none.
+            adds their gradients, as `main_grad_EFD` of `grouped_mm`; both, apart from each other.
+            The biases have none.
         pack: Keeps `x_RD` and the pre-activations for backward in a form of its own; no other
-            tensor is given to it. Its hooks take the place of saved-tensor hooks around this call
-            for all that is saved here. Not under `torch.compile`.
+            tensor is given to it, and none twice. What is saved besides must not be changed in
+            place before backward, which raises then, as ever. Its hooks take the place of
+            saved-tensor hooks around this call for all that is saved here.
         impl: Which product, as for `grouped_mm`; one choice serves both products. `"triton"` is the
             fused MLP, which is differentiable once.
         matmul: A product to use in place of `grouped_mm`; leave `impl` at `"auto"`, and
@@ -121,33 +118,36 @@ def swiglu_experts(
     Raises:
         TypeError: A dtype is not one of those above.
         ValueError: Shapes or devices do not match, `activation` is unknown, the offsets are not a
-            running sum within R (seen on CPU tensors only), `impl` cannot run here, `matmul` comes
-            together with `impl`, `main_grads` or `pack`, or `matmul` or `pack.unpack` returns
-            another shape or dtype.
-        NotImplementedError: A tensor carries a forward-mode tangent (not seen when compiled).
-        RuntimeError: A second derivative through `"triton"`, or `create_graph=True` with
-            `main_grads`.
+            running sum within R (seen as by `grouped_mm`), `impl` cannot run here, `matmul` comes
+            together with `impl`, `main_grads` or `pack`, a buffer of `main_grads` is not as
+            `grouped_mm` wants it or shares memory with the other, or `matmul` or `pack.unpack`
+            returns another shape, dtype or device.
+        NotImplementedError: A tensor carries a forward-mode tangent (not seen when compiled), or
+            `pack` meets `torch.compile`.
+        RuntimeError: A second derivative through `"triton"`, `create_graph=True` with `main_grads`,
+            or a backward with `pack` after a saved tensor was changed in place.
 
     Note:
         Differentiable in the rows, both weights, both biases and the row weights, once by
         `"triton"` and to any order by the others; `torch.func.grad` raises. Rows past
         `offsets_E[-1]` and their row weights and incoming gradients are never read; their gradients
-        are zero. `"reference"` and `"torch"` run the
-        activation in the dtype of `x_RD`, and a row weight of a wider dtype multiplies in that
-        dtype, and its gradient `<dy[r], f(x[r])>` is summed in it; `"triton"` does all of that in
-        float32, and scales before the second product.
+        are zero. `"reference"` and `"torch"` run the activation in the dtype of `x_RD`, and a row
+        weight of a wider dtype multiplies in that dtype, and its gradient `<dy[r], f(x[r])>` is
+        summed in it. `"triton"` does all of that in float32, and rounds the weighted hidden layer
+        before the second product: in float16 values of it below 6e-5 are subnormal and lose bits.
 
         Held for backward beyond the inputs, a row, for the SwiGLU in 16 bits: `4 H` bytes by
         `"triton"`, and 4 for a row weight that is not float32; by the others `8 H` bytes, and `2 D`
         more with row weights. The rows are an input: `2 D` bytes each, unless they are packed.
     """
+    refuse_compilation(pack)
+    check_one_product(impl, matmul, main_grads=main_grads, pack=pack)
     check_rows("x_RD", x_RD)
     stacks = Stacks.of(w_gate_up_E2HD, w_down_EDH, b_gate_up_E2H, b_down_ED, main_grads)
     E, D, H = check_stacks(stacks, activation, "x_RD", x_RD)
     check_offsets(offsets_E, E, "x_RD", x_RD)
     if row_weights_R is not None:
         _check_row_weights(row_weights_R, x_RD)
-    check_one_product(impl, matmul, main_grads=main_grads, pack=pack)
     refuse_forward_mode(x_RD, row_weights_R, *stacks)
     chosen = pick(impl, x_RD, x_RD.shape[0], E, D, H)
     if chosen == "triton" and matmul is None:
@@ -164,11 +164,15 @@ def check_stacks(stacks: Stacks, activation: str, x_name: str, x: Tensor) -> tup
     check_bias("b_down_ED", b_down, "w_down_EDH", w_down)
     check_main_grad("main_grads[0]", main_gate_up, "w_gate_up_E2HD", w_gate_up)
     check_main_grad("main_grads[1]", main_down, "w_down_EDH", w_down)
+    weights = {"w_gate_up_E2HD": w_gate_up, "w_down_EDH": w_down}
+    check_apart("main_grads[0]", main_gate_up, {**weights, "main_grads[1]": main_down})
+    check_apart("main_grads[1]", main_down, weights)
     return sizes
 
 
 def check_one_product(impl: Impl, matmul: GroupedMatmul | None, **others: object) -> None:
     """`matmul` leaves nothing for `impl` to choose, and keeps its own gradients and tensors."""
+    check_impl(impl)
     if matmul is None:
         return
     if impl != "auto":
@@ -207,13 +211,12 @@ def run_fused(
     if weights is not None:
         weights = weights.float()
     inputs = (x, *stacks[:4], weights)
-    save_hidden = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    arguments = (*inputs, *stacks[4:], *maps, top_k, activation, save_hidden)
+    arguments = (*inputs, *stacks[4:], *maps, top_k, activation, saves_hidden(inputs))
     if pack is None:
         return expert_mlp_op(*arguments)[0]
     # Of the floats that the operator saves, all but these are `x` and the pre-activations.
-    others = {memory_of(t) for t in (*stacks[:4], weights) if t is not None}
-    with packing(pack, lambda t: t.is_floating_point() and memory_of(t) not in others):
+    others = {place_of(t) for t in (*stacks[:4], weights) if t is not None}
+    with packing(pack, lambda t: t.is_floating_point() and place_of(t) not in others):
         return expert_mlp_op(*arguments)[0]
 
 
@@ -236,11 +239,11 @@ def run_products(
             y = _guarded(matmul, rows, w, offsets_E)
         return y if bias is None else y + _bias_rows(bias, offsets_E, len(rows), impl)
 
-    activations = {memory_of(x_RD)} if pack is not None else set()
-    with packing(pack, lambda t: memory_of(t) in activations):
+    activations = {place_of(x_RD)} if pack is not None else set()
+    with packing(pack, lambda t: place_of(t) in activations):
         hidden = product(x_RD, stacks.w_gate_up, stacks.b_gate_up, stacks.main_gate_up)
         if pack is not None:
-            activations.add(memory_of(hidden))
+            activations.update(place_of(t) for t in (hidden, *hidden.chunk(2, dim=-1)))
         a_RH = activate(hidden, activation)
         y_RD = product(a_RH, stacks.w_down, stacks.b_down, stacks.main_down)
         if row_weights_R is None:
@@ -270,6 +273,8 @@ def _zero_tail(rows: Tensor, offsets_E: Tensor) -> Tensor:
 def _guarded(matmul: GroupedMatmul, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
     """Keep what lies past the last offset away from a product of the caller, both ways."""
     y_RF = matmul(_zero_tail(x_RD, offsets_E), w_EFD, offsets_E)
+    if not isinstance(y_RF, Tensor):
+        raise TypeError(f"`matmul` must return a tensor, got {type(y_RF).__name__}.")
     shape = (x_RD.shape[0], w_EFD.shape[1])
     if y_RF.shape != shape or y_RF.dtype != x_RD.dtype:
         raise ValueError(
