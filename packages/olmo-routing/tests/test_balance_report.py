@@ -8,10 +8,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from olmo_routing import balance_loss, measure_balance, route
+from olmo_routing import (
+    BalanceReport,
+    balance_loss,
+    measure_balance,
+    measure_load,
+    route,
+    stack_reports,
+)
 
 
 def test_six_tokens_two_experts():
+    # Two rows (1, 0) win expert 0, four rows (0.4, 0.6) win expert 1: counts (2, 4), so that
+    # f = (1/3, 2/3), while P = ((2 + 1.6) / 6, 2.4 / 6) = (3/5, 2/5): the mass lies where the
+    # routes do not. L = 2 (1/3 * 3/5 + 2/3 * 2/5) = 14/15; the largest load is 4 of a mean of 3.
     scores = torch.tensor([[1.0, 0.0]] * 2 + [[0.4, 0.6]] * 4)
     report = measure_balance(scores, torch.tensor([[0]] * 2 + [[1]] * 4))
     assert report.balance_loss.item() == pytest.approx(14 / 15, rel=1e-6)
@@ -28,7 +38,12 @@ def test_six_tokens_two_experts():
 
 @pytest.mark.parametrize("first", range(9))
 def test_two_experts_reach_seven_eighths_at_one_to_three(first):
-    # `first` of 8 tokens are sure of expert 0, the rest are split evenly and go to expert 1.
+    # A part x of the tokens goes to expert 0, f = (x, 1 - x), and with P = (p, 1 - p)
+    # L = 2 (x p + (1 - x)(1 - p)) = 2 (1 - x) - 2 (1 - 2 x) p. For x < 1/2 it falls with p. No
+    # token of expert 0 gives it more than 1 and no token of expert 1 gives expert 0 as much as
+    # 1/2, so p < x + (1 - x) / 2 and L > 1 - x + 2 x^2, which is least at x = 1/4: 7/8. For
+    # x > 1/2 exchange the experts. The limit is reached by these tables: `first` of 8 tokens are
+    # sure of expert 0, the rest are split evenly, by nothing, and go to expert 1.
     scores = torch.tensor([[1.0, 0.0]] * first + [[0.5, 0.5]] * (8 - first))
     ids = torch.tensor([[0]] * first + [[1]] * (8 - first))
     x = first / 8
@@ -42,8 +57,10 @@ def test_two_experts_reach_seven_eighths_at_one_to_three(first):
 
 @pytest.mark.parametrize(("experts", "active", "top_k"), [(64, 16, 1), (64, 16, 4), (12, 5, 2)])
 def test_active_experts_that_win_by_a_hair(experts, active, top_k):
-    # A of E experts take all routes in turn; a token spreads its mass over its winners and all
-    # cold experts, which lose by nothing.
+    # A of E experts take all routes in turn: f = 1 / A on them and L = E / A times their mass. A
+    # token's K winners hold at least as much each as any loser. Least mass lies on the active when
+    # the other A - K of them get none and the winners share evenly with the E - A cold experts:
+    # K / (K + E - A) of it, and L = E K / (A (E - A + K)).
     ids = (torch.arange(active)[:, None] + torch.arange(top_k)) % active
     scores = torch.zeros(active, experts)
     scores[:, active:] = 1.0
@@ -156,21 +173,142 @@ def test_without_any_route(num_tokens):
     values = {f.name: getattr(report, f.name).item() for f in dataclasses.fields(report)}
     assert values == {
         "imbalance": 1.0,
+        "rank_imbalance": 1.0,
+        "kept_imbalance": 1.0,
+        "kept_rank_imbalance": 1.0,
+        "dropped_routes": 0.0,
         "entropy_deficit": 0.0,
         "coefficient_of_variation": 0.0,
+        "score_variation": 0.0,
         "dead_experts": 4,
+        "dead_mass": 0.0,
         "balance_loss": 0.0,
         "cross_term": 0.0,
         "honesty": 1.0,
         "topk_margin": 0.0,
+        "tokens_with_drops": 0.0,
+        "dropped_weight": 0.0,
         "gerrymandered": False,
     }
+
+
+def test_two_experts_approach_their_infimum_by_strict_wins():
+    ids = torch.tensor([[0]] * 2 + [[1]] * 6)
+    losses = []
+    for lead in (0.2, 0.1, 0.01, 0.001):
+        scores = torch.tensor([[1.0, 0.0]] * 2 + [[0.5 - lead, 0.5 + lead]] * 6)
+        assert torch.equal(scores.argmax(1, keepdim=True), ids)
+        losses.append(measure_balance(scores, ids).balance_loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert 7 / 8 < losses[-1] < 7 / 8 + 1e-3
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), st.integers(0, 2**31))
+def test_two_experts_are_never_below_their_infimum(num_tokens, seed):
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.rand(num_tokens, generator=generator, dtype=torch.float64)
+    first = torch.where(torch.rand(num_tokens, generator=generator) < 0.7, first, first.round())
+    scores = torch.stack([first, 1 - first], 1)
+    report = measure_balance(scores, scores.argmax(1, keepdim=True))
+    assert report.balance_loss.item() >= 7 / 8 - 1e-12
+
+
+# Four experts on two ranks; six tokens with two routes each, the last token padding.
+IDS = torch.tensor([[0, 1], [0, 1], [0, 2], [0, -1], [3, 0], [2, 3]])
+REAL = torch.tensor([1, 1, 1, 1, 1, 0]).bool()
+KEPT = torch.tensor([[0, 1], [0, -1], [-1, -1], [0, -1], [3, 0], [-1, -1]])
+WEIGHTS = torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.5, 0.5], [1.0, 9.0], [0.5, 0.5], [7.0, 7.0]])
+
+
+def test_what_was_dropped_and_where_it_lies():
+    scores = torch.rand(6, 4, dtype=torch.float64)
+    report = measure_balance(
+        scores, IDS, mask_T=REAL, kept_ids_TK=KEPT, weights_TK=WEIGHTS, num_ranks=2
+    )
+    # Requested (5, 2, 1, 1), kept (4, 1, 0, 1).
+    assert report.imbalance.item() == pytest.approx(5 * 4 / 9)
+    assert report.rank_imbalance.item() == pytest.approx(7 * 2 / 9)
+    assert report.kept_imbalance.item() == pytest.approx(4 * 4 / 6)
+    assert report.kept_rank_imbalance.item() == pytest.approx(5 * 2 / 6)
+    assert report.dropped_routes.item() == pytest.approx(3 / 9)
+    assert report.tokens_with_drops.item() == pytest.approx(2 / 5)
+    assert report.dropped_weight.item() == pytest.approx((0.5 + 0.5 + 0.5) / 5)
+    assert report.dead_experts.item() == 0
+
+
+def test_counts_alone_say_how_much_was_dropped_but_not_whose():
+    scores, kept = torch.rand(6, 4), torch.tensor([4, 1, 0, 1], dtype=torch.int32)
+    by_ids = measure_balance(scores, IDS, mask_T=REAL, kept_ids_TK=KEPT, num_ranks=2)
+    by_counts = measure_balance(scores, IDS, mask_T=REAL, kept_counts_E=kept, num_ranks=2)
+    for name in ("kept_imbalance", "kept_rank_imbalance", "dropped_routes", "imbalance"):
+        assert torch.equal(getattr(by_ids, name), getattr(by_counts, name))
+    assert by_ids.tokens_with_drops.item() == pytest.approx(2 / 5)
+    assert by_ids.dropped_weight.isnan()
+    assert by_counts.tokens_with_drops.isnan()
+    assert by_counts.dropped_weight.isnan()
+
+
+def test_everything_kept_is_nothing_dropped():
+    scores = torch.rand(6, 4)
+    plain = measure_balance(scores, IDS, mask_T=REAL, num_ranks=4)
+    kept = measure_balance(
+        scores, IDS, mask_T=REAL, kept_ids_TK=IDS, weights_TK=WEIGHTS, num_ranks=4
+    )
+    for field in dataclasses.fields(plain):
+        assert torch.equal(getattr(plain, field.name), getattr(kept, field.name)), field.name
+    assert plain.kept_imbalance == plain.imbalance == plain.rank_imbalance
+    assert plain.dropped_routes == plain.tokens_with_drops == plain.dropped_weight == 0
+
+
+def test_even_kept_counts_do_not_hide_an_uneven_request():
+    ids = torch.tensor([[0]] * 9 + [[1]] * 3)
+    kept = torch.where(torch.arange(12)[:, None] < 6, -1, ids)
+    report = measure_balance(torch.rand(12, 2), ids, kept_ids_TK=kept)
+    assert report.kept_imbalance.item() == 1.0
+    assert report.imbalance.item() == 1.5
+    assert report.dropped_routes.item() == 0.5
+
+
+def test_one_transfer_logs_all_layers():
+    layers = [
+        measure_balance(torch.rand(6, 4), IDS, mask_T=REAL, kept_ids_TK=KEPT, num_ranks=2)
+        for _ in range(3)
+    ]
+    table = stack_reports(layers)
+    assert table.dtype == torch.float64
+    assert table.shape == (3, len(BalanceReport.names()))
+    for row, report in zip(table.tolist(), layers, strict=True):
+        for name, value in zip(BalanceReport.names(), row, strict=True):
+            expected = float(getattr(report, name))
+            assert value == expected or math.isnan(value) == math.isnan(expected)
 
 
 def test_one_expert():
     report = measure_balance(torch.rand(5, 1), torch.zeros(5, 1).long())
     assert report.balance_loss.item() == report.imbalance.item() == report.honesty.item() == 1.0
     assert report.entropy_deficit.item() == report.topk_margin.item() == 0.0
+
+
+def test_messages_of_what_was_kept():
+    def measure(**arguments):
+        measure_balance(torch.rand(5, 4), torch.zeros(5, 2).long(), **arguments)
+
+    with pytest.raises(ValueError, match="`num_ranks` must divide the 4 experts, got 3"):
+        measure(num_ranks=3)
+    with pytest.raises(ValueError, match="must not both be given"):
+        measure(kept_ids_TK=torch.zeros(5, 2).long(), kept_counts_E=torch.zeros(4))
+    with pytest.raises(ValueError, match=r"`kept_counts_E` must have shape \(4,\), got \(3,\)"):
+        measure(kept_counts_E=torch.zeros(3))
+    with pytest.raises(ValueError, match=r"`kept_ids_TK` must have the shape \(5, 2\) of"):
+        measure(kept_ids_TK=torch.zeros(5, 3).long())
+    with pytest.raises(ValueError, match=r"`weights_TK` must have the shape \(5, 2\) of"):
+        measure(weights_TK=torch.zeros(5))
+    with pytest.raises(ValueError, match="`reports` must hold at least one report, got none"):
+        stack_reports([])
+    kinds = [measure_load(torch.ones(4), torch.ones(4)), measure_balance(torch.ones(1, 4), IDS[:1])]
+    with pytest.raises(TypeError, match=r"of one kind, got \['BalanceReport', 'LoadReport'\]"):
+        stack_reports(kinds)
 
 
 def test_messages():

@@ -6,15 +6,20 @@ from typing import Any
 import pytest
 import torch
 from olmo_routing import (
+    GerrymanderAlarm,
+    LoadWindow,
     Router,
     SelectionBias,
     admit,
     balance_loss,
+    margin_balance_loss,
     measure_balance,
     measure_load,
     plan_rows,
     route,
+    route_fractions,
     router_z_loss,
+    stack_reports,
 )
 
 T, D, E, K = 13, 4, 6, 2
@@ -22,9 +27,11 @@ GENERATOR = torch.Generator().manual_seed(0)
 LOGITS = torch.randn(T, E, generator=GENERATOR)
 SCORES = torch.softmax(LOGITS, 1)
 IDS = LOGITS.topk(K, dim=1).indices.masked_fill(torch.arange(T)[:, None] == 5, -1)
+KEPT = IDS.masked_fill(torch.arange(T)[:, None] % 4 == 1, -1)
 MASK = torch.arange(T) < T - 2
 BIAS = torch.linspace(-0.1, 0.1, E)
 COUNTS = torch.arange(3 * 2 * 4).view(3, 2, 4)
+ALARM = GerrymanderAlarm(4)
 ROUTER = Router(D, E, K, selection_bias=SelectionBias(E, 0.1))
 
 CASES = {
@@ -35,9 +42,25 @@ CASES = {
     ),
     "balance_loss": (lambda s: balance_loss(s, IDS, mask_T=MASK), SCORES),
     "balance_loss by sequence": (lambda s: balance_loss(s, IDS, num_sequences=T), SCORES),
+    "balance_loss online": (
+        lambda s: balance_loss(s, IDS, mask_T=MASK, fractions_BE=LoadWindow(E).add(IDS)),
+        SCORES,
+    ),
+    "balance_loss margin": (
+        lambda s: margin_balance_loss(s, IDS, mask_T=MASK, bias_E=BIAS, num_sequences=T),
+        SCORES,
+    ),
+    "fractions": (lambda ids: route_fractions(ids, E, mask_T=MASK), IDS),
     "router_z_loss": (lambda z: router_z_loss(z, mask_T=MASK), LOGITS),
     "plan_rows": (lambda ids: plan_rows(ids, E, align=4), IDS),
     "measure_balance": (lambda s: measure_balance(s, IDS, mask_T=MASK), SCORES),
+    "measure_balance with drops": (
+        lambda s: stack_reports(
+            [measure_balance(s, IDS, kept_ids_TK=KEPT, weights_TK=SCORES[:, :K], num_ranks=3)]
+        ),
+        SCORES,
+    ),
+    "alarm": (lambda s: ALARM.update(s[0, 0], s[0, 1]), SCORES),
     "measure_load": (lambda mass: measure_load(COUNTS[0, 0], mass), torch.ones(4)),
     "admit fair": (lambda counts: admit(counts, 31), COUNTS),
     "admit tail": (lambda counts: admit(counts, 31, policy="tail"), COUNTS),

@@ -5,14 +5,18 @@ import dataclasses
 import pytest
 import torch
 from olmo_routing import (
+    GerrymanderAlarm,
+    LoadWindow,
     Router,
     SelectionBias,
     admit,
     balance_loss,
+    margin_balance_loss,
     measure_balance,
     plan_rows,
     route,
     router_z_loss,
+    stack_reports,
 )
 
 pytestmark = [
@@ -51,7 +55,7 @@ def test_integers_agree_with_the_cpu():
         assert torch.equal(here, there.cpu())
 
 
-def step(router, bias, x, mask, requested):
+def step(router, bias, alarm, window, x, mask, requested):
     """Run everything once, forward and backward, and return the last routing and report."""
     with torch.autocast("cuda", dtype=torch.bfloat16):
         for force in ("uniform", "random", None):
@@ -60,11 +64,22 @@ def step(router, bias, x, mask, requested):
             pair = routing.scores_TE, routing.expert_ids_TK
             loss = balance_loss(*pair, mask_T=mask, num_sequences=7)
             loss = loss + router_z_loss(routing.logits_TE, mask_T=mask)
+            fractions = window.add(routing.expert_ids_TK, mask_T=mask)
+            loss = loss + margin_balance_loss(
+                *pair, mask_T=mask, bias_E=bias.bias_E, fractions_BE=fractions
+            )
             (loss + routing.weights_TK[:, 0].sum()).backward()
     bias.update(routing.counts_E)
+    window.reset()
     plan_rows(routing.expert_ids_TK, 24, align=32)
     admit(requested, 20)
-    return routing, measure_balance(*pair, mask_T=mask)
+    kept = torch.where(routing.expert_ids_TK % 5 > 0, routing.expert_ids_TK, -1)
+    report = measure_balance(
+        *pair, mask_T=mask, kept_ids_TK=kept, weights_TK=routing.weights_TK, num_ranks=4
+    )
+    alarm.update(report.balance_loss, report.imbalance)
+    stack_reports([report, report])
+    return routing, report
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
@@ -74,10 +89,13 @@ def test_a_whole_step_never_waits_for_the_device():
     x = torch.randn(1001, 64, device="cuda", dtype=torch.bfloat16)
     mask = torch.rand(1001, device="cuda") < 0.9
     requested = torch.ones(4, 3, 8, dtype=torch.int32, device="cuda")
-    step(router, bias, x, mask, requested)  # warms up
+    alarm = GerrymanderAlarm(4, device="cuda")
+    window = LoadWindow(24, device="cuda")
+    arguments = (router, bias, alarm, window, x, mask, requested)
+    step(*arguments)  # warms up
     torch.cuda.set_sync_debug_mode("error")
     try:
-        routing, report = step(router, bias, x, mask, requested)
+        routing, report = step(*arguments)
         with pytest.raises(RuntimeError, match="synchronizing"):
             routing.counts_E.tolist()  # the check does work
     finally:

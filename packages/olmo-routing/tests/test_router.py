@@ -188,6 +188,26 @@ def test_forced_random_is_distinct_seeded_and_weighed_by_the_gate():
     torch.testing.assert_close(first.weights_TK, torch.softmax(logits, 1))
 
 
+def test_jitter_is_off_by_default():
+    router, x = Router(4, 6, 2), torch.randn(50, 4)
+    assert router.training
+    assert torch.equal(router(x).logits_TE, router.eval()(x).logits_TE)
+
+
+def test_jittered_gradients_are_those_of_the_jittered_input():
+    router, x = Router(4, 6, 2, jitter=0.3), torch.randn(50, 4, requires_grad=True)
+    mask = torch.arange(50) < 40
+    poisoned = torch.where(mask[:, None], x, torch.nan)
+    logits = router(poisoned, mask_T=mask, generator=torch.Generator().manual_seed(3)).logits_TE
+    noise = torch.empty(50, 4).uniform_(0.7, 1.3, generator=torch.Generator().manual_seed(3))
+    expected = torch.where(mask[:, None], x * noise, 0.0) @ router.weight_ED.T
+    torch.testing.assert_close(logits, expected)
+    inputs = (x, router.weight_ED)
+    got = torch.autograd.grad(logits.square().sum(), inputs)
+    for each, want in zip(got, torch.autograd.grad(expected.square().sum(), inputs), strict=True):
+        torch.testing.assert_close(each, want, rtol=1e-4, atol=1e-4)
+
+
 def test_jitter_is_of_training_alone():
     router = Router(4, 6, 2, jitter=0.1)
     x = torch.ones(200, 4)

@@ -11,17 +11,21 @@ to cold experts that still never win. We call this token gerrymandering, and mea
     honesty = cov(f, P) / var(f),
 
 the slope of P on f over the experts: 1 when P follows the load, 0 when the loss is blind to it,
-negative when the loss rewards imbalance. Shapes: E experts.
+negative when the loss rewards imbalance.
+
+Requested and kept routes, experts and ranks are measured apart: drops can hide a bad request behind
+even kept counts, and even experts can lie on uneven ranks. Shapes: E experts.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-# The loss of float32 sums over tokens is exact to about this; closer to 1 is no evidence.
-_ROUNDING = 1e-5
+from ._checks import check_positive
+from ._gerrymander_alarm import is_gerrymandered
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -29,74 +33,166 @@ class LoadReport:
     """The balance of one layer, as 0-d tensors on the device of the counts.
 
     Attributes:
-        imbalance: the largest expert's routes over the mean; 1 = balanced, at most E.
+        imbalance: the largest expert's requested routes over the mean; 1 = balanced, at most E.
+        rank_imbalance: the same of the ranks' sums over their experts; 1 with one rank.
+        kept_imbalance: that of the experts' kept routes; of the requested when no kept were given.
+        kept_rank_imbalance: that of the ranks' kept routes.
+        dropped_routes: fraction of the requested routes that were not kept; 0 when none were given.
         entropy_deficit: 1 - H(f) / log E; 0 = balanced, 1 = one expert has all.
         coefficient_of_variation: standard deviation over mean of the routes; 0 = balanced.
-        dead_experts: int64, experts without a route.
+        score_variation: the same of P. The cross-term is at most the product of the two.
+        dead_experts: int64, experts without a requested route.
+        dead_mass: the part of P on these experts.
         balance_loss: E * f.P; 1 = balanced.
         cross_term: E * (f - u).(P - u); the loss is 1 plus this when f and P each sum to 1.
         honesty: cov(f, P) / var(f); 1 when all f are equal.
         gerrymandered: bool, the loss is below 1 though the routes are uneven.
 
-    Without any route: imbalance 1, honesty 1, all `dead_experts`, not gerrymandered, the rest 0.
+    Without any route: imbalances 1, honesty 1, all `dead_experts`, not gerrymandered, drops 0; also
+    0 the rest that counts alone determine.
     """
 
     imbalance: Tensor
+    rank_imbalance: Tensor
+    kept_imbalance: Tensor
+    kept_rank_imbalance: Tensor
+    dropped_routes: Tensor
     entropy_deficit: Tensor
     coefficient_of_variation: Tensor
+    score_variation: Tensor
     dead_experts: Tensor
+    dead_mass: Tensor
     balance_loss: Tensor
     cross_term: Tensor
     honesty: Tensor
     gerrymandered: Tensor
 
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Return the names of the fields, in the order of the columns of `stack_reports`."""
+        return tuple(field.name for field in fields(cls))
+
+
+def stack_reports(reports: Sequence[LoadReport]) -> Tensor:
+    """Return all reports as one matrix, so that one reduction or one transfer logs them all.
+
+    Args:
+        reports: of one kind and device, such as those of all layers; at least one.
+
+    Returns:
+        (reports, fields), float64, with the columns of `type(report).names()`; booleans are 0 or 1.
+        Nothing is read back: the caller's `.tolist()` is the only wait.
+
+    Raises:
+        TypeError: the reports are not of one kind.
+        ValueError: there is none.
+
+    Note:
+        A mean of this over ranks is the mean of the ranks' balances, not the balance of all their
+        tokens: that is `measure_load` of counts and masses that were added over the ranks.
+    """
+    if not reports:
+        raise ValueError("`reports` must hold at least one report, got none.")
+    kinds = {type(report) for report in reports}
+    if len(kinds) > 1:
+        names = sorted(kind.__name__ for kind in kinds)
+        raise TypeError(f"`reports` must be of one kind, got {names}.")
+    columns = [field.name for field in fields(reports[0])]
+    values = [getattr(report, name).double() for report in reports for name in columns]
+    return torch.stack(values).view(len(reports), len(columns))
+
 
 @torch.no_grad()
-def measure_load(counts_E: Tensor, mass_E: Tensor) -> LoadReport:
+def measure_load(
+    counts_E: Tensor,
+    mass_E: Tensor,
+    *,
+    kept_counts_E: Tensor | None = None,
+    num_ranks: int = 1,
+) -> LoadReport:
     """Measure the balance of a layer from its sums over tokens, ranks and microbatches.
 
     Args:
         counts_E: routes requested of each expert, integer or float, not negative.
         mass_E: normalised scores of each expert, summed over the same tokens; float, any scale.
+        kept_counts_E: those of the routes that were not dropped; None = all were kept.
+        num_ranks: expert-parallel ranks, each of which holds E / num_ranks experts in order.
 
     Returns:
         The `LoadReport`, float64, with f = counts over the routes that exist (`measure_balance`
         divides by K T, so routes of -1 lower its loss). Nothing is read back from the device.
 
     Raises:
-        ValueError: the two are not vectors of one length.
+        TypeError: `num_ranks` is not an int.
+        ValueError: the vectors are not of one length, or `num_ranks` does not divide it.
     """
     if counts_E.ndim != 1 or counts_E.shape != mass_E.shape or not len(counts_E):
         raise ValueError(
             "`counts_E` and `mass_E` must be vectors of one length, "
             f"got {tuple(counts_E.shape)} and {tuple(mass_E.shape)}."
         )
+    check_ranks(num_ranks, len(counts_E))
+    check_kept_counts(kept_counts_E, counts_E.shape)
     counts_E, mass_E = counts_E.double(), mass_E.double()
-    return load_report(counts_E, mass_E / mass_E.sum().clamp(min=1e-30), counts_E.sum())
+    kept_E = counts_E if kept_counts_E is None else kept_counts_E.double()
+    mean_scores_E = mass_E / mass_E.sum().clamp(min=1e-30)
+    return load_report(counts_E, mean_scores_E, counts_E.sum(), kept_E, num_ranks)
 
 
-def load_report(counts_E: Tensor, mean_scores_E: Tensor, routes: Tensor) -> LoadReport:
-    """Return the report for f = counts / `routes` and P = `mean_scores_E`, in the dtype of P."""
+def check_ranks(num_ranks: int, num_experts: int) -> None:
+    """Raise unless the experts fall onto so many ranks evenly."""
+    check_positive("num_ranks", num_ranks)
+    if num_experts % num_ranks:
+        raise ValueError(f"`num_ranks` must divide the {num_experts} experts, got {num_ranks}.")
+
+
+def check_kept_counts(kept_counts_E: Tensor | None, shape: torch.Size) -> None:
+    """Raise unless there is one kept count an expert."""
+    if kept_counts_E is not None and kept_counts_E.shape != shape:
+        raise ValueError(
+            f"`kept_counts_E` must have shape {tuple(shape)}, got {tuple(kept_counts_E.shape)}."
+        )
+
+
+def load_report(
+    counts_E: Tensor, mean_scores_E: Tensor, slots: Tensor, kept_E: Tensor, num_ranks: int
+) -> LoadReport:
+    """Return the report for f = counts / `slots` and P = `mean_scores_E`, in the dtype of P."""
     num_experts, dtype = len(counts_E), mean_scores_E.dtype
     total = counts_E.sum()
-    some, slots = total.clamp(min=1), routes.clamp(min=1)
+    some, slots = total.clamp(min=1), slots.clamp(min=1)
     # E * counts - total is an exact integer: equal loads deviate by exactly 0.
     excess_E = (num_experts * counts_E - total).to(dtype) / num_experts
     deviation_E = excess_E / slots
-    covariance = (deviation_E * (mean_scores_E - mean_scores_E.mean())).sum()
+    score_deviation_E = mean_scores_E - mean_scores_E.mean()
+    covariance = (deviation_E * score_deviation_E).sum()
     variance = deviation_E.square().sum()
     even = variance == 0
     entropy = torch.special.entr(counts_E.to(dtype) / some).sum()
     deficit = 1 - entropy / math.log(num_experts) if num_experts > 1 else torch.zeros_like(entropy)
-    imbalance = torch.where(total > 0, counts_E.max().to(dtype) * num_experts / some, 1.0)
+    imbalance = _imbalance(counts_E, 1, dtype)
     loss = num_experts * (counts_E.to(dtype) / slots * mean_scores_E).sum()
     return LoadReport(
         imbalance=imbalance,
+        rank_imbalance=_imbalance(counts_E, num_experts // num_ranks, dtype),
+        kept_imbalance=_imbalance(kept_E, 1, dtype),
+        kept_rank_imbalance=_imbalance(kept_E, num_experts // num_ranks, dtype),
+        dropped_routes=(total - kept_E.sum()).to(dtype) / some,
         entropy_deficit=torch.where(total > 0, deficit, 0.0),
         coefficient_of_variation=excess_E.square().mean().sqrt() * num_experts / some,
+        score_variation=score_deviation_E.square().mean().sqrt() * num_experts,
         dead_experts=(counts_E == 0).sum(),
+        dead_mass=torch.where(counts_E == 0, mean_scores_E, 0.0).sum(),
         balance_loss=loss,
         cross_term=num_experts * covariance,
         honesty=torch.where(even, 1.0, covariance / torch.where(even, 1.0, variance)),
-        gerrymandered=(loss < 1 - _ROUNDING) & (imbalance > 1 + _ROUNDING),
+        gerrymandered=is_gerrymandered(loss, imbalance),
     )
+
+
+def _imbalance(counts_E: Tensor, experts_per_rank: int, dtype: torch.dtype) -> Tensor:
+    """Return the largest over the mean of the sums over consecutive experts; 1 without a route."""
+    counts_Q = counts_E.view(-1, experts_per_rank).sum(1)
+    total = counts_Q.sum()
+    largest = counts_Q.max().to(dtype) * len(counts_Q)
+    return torch.where(total > 0, largest / total.clamp(min=1), 1.0)

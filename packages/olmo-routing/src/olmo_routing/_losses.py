@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from . import reference
-from ._checks import check_mask, check_matrix, check_positive, check_routed_tokens
+from ._checks import check_mask, check_matrix, check_routed_tokens
+from ._load_window import check_fractions, check_num_sequences
 
 
 def balance_loss(
@@ -26,6 +27,7 @@ def balance_loss(
     *,
     mask_T: Tensor | None = None,
     num_sequences: int = 1,
+    fractions_BE: Tensor | None = None,
 ) -> Tensor:
     """Return the balance loss of one layer, 0-d float32.
 
@@ -37,6 +39,9 @@ def balance_loss(
         num_sequences: 1 balances over all T tokens together. B cuts them into B consecutive
             sequences of T / B tokens, balances each for itself and averages these losses, each
             weighted by its number of real tokens.
+        fractions_BE: f of each sequence from a wider scope than these tokens, in place of theirs:
+            from `route_fractions` with a group (the synchronised form) or from `LoadWindow.add`
+            (the online form over an accumulated window). A floating dtype; no gradient.
 
     Returns:
         The loss, differentiable in the scores; 0 with gradients of 0 when no token is real.
@@ -50,16 +55,21 @@ def balance_loss(
         f divides by K times the real tokens: a -1 of a real token is a route less in f, and the
         balanced value is then below 1. A token whose scores sum to less than 1e-20 adds nothing to
         P. Average over layers; concatenated layers hide each other's imbalance.
+
+        Every form is a mean over real tokens. So that a coefficient means the same however a batch
+        is cut into microbatches, data ranks and context ranks, weight each part's loss by its real
+        tokens over those of the whole batch, and *sum* over the parts; where gradients are averaged
+        over D ranks, multiply by D. The sum is then exactly the loss of the whole when f is (the
+        synchronised form; per sequence always, unless a sequence itself is cut over context ranks,
+        whose fractions need their group). Stages of a pipeline hold other layers and change
+        nothing.
     """
     check_routed_tokens("scores_TE", scores_TE, expert_ids_TK)
     check_mask(mask_T, scores_TE)
-    check_positive("num_sequences", num_sequences)
-    if scores_TE.shape[0] % num_sequences:
-        raise ValueError(
-            f"`num_sequences` must divide the {scores_TE.shape[0]} tokens, got {num_sequences}."
-        )
+    check_num_sequences(num_sequences, scores_TE.shape[0])
+    check_fractions(fractions_BE, num_sequences, scores_TE)
     scores_TE = scores_TE.to(torch.promote_types(scores_TE.dtype, torch.float32))
-    return reference.balance_loss(scores_TE, expert_ids_TK, mask_T, num_sequences)
+    return reference.balance_loss(scores_TE, expert_ids_TK, mask_T, num_sequences, fractions_BE)
 
 
 def router_z_loss(logits_TE: Tensor, *, mask_T: Tensor | None = None) -> Tensor:

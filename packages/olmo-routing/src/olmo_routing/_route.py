@@ -11,8 +11,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from . import reference
+from . import _gate, reference
 from ._checks import check_mask, check_matrix, check_positive
+from ._impl import Impl, pick
 
 Gate = Literal["softmax", "softmax_topk", "sigmoid"]
 
@@ -28,6 +29,8 @@ class Routing:
         scores_TE: float32, the gate's scores over all experts, without bias.
         counts_E: int32, the routes requested of each expert; -1 is not counted.
         logits_TE: float32, what the gate saw; `router_z_loss` takes it.
+        bad_tokens: int32, 0-d: how many tokens, padding aside, have a NaN or +inf logit. It stays
+            on the device; read it when the step's other numbers are read.
 
     float64 logits give float64 weights, scores and logits. The weights, scores and logits carry
     gradients. Every tensor is on the device of the logits.
@@ -38,6 +41,7 @@ class Routing:
     scores_TE: Tensor
     counts_E: Tensor
     logits_TE: Tensor
+    bad_tokens: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +70,7 @@ class GateOptions:
             raise ValueError(
                 f"`top_k` must be in [1, `num_experts`={self.num_experts}], got {self.top_k}."
             )
-        if not (math.isfinite(self.route_scale) and self.route_scale > 0):
+        if not 0 < self.route_scale < math.inf:
             raise ValueError(f"`route_scale` must be positive and finite, got {self.route_scale}.")
         self._check_groups()
 
@@ -99,6 +103,7 @@ def route(
     num_groups: int = 1,
     topk_groups: int = 1,
     mask_T: Tensor | None = None,
+    impl: Impl = "auto",
 ) -> Routing:
     """Choose `top_k` experts for each token and weigh them.
 
@@ -118,13 +123,19 @@ def route(
         topk_groups: a token selects its experts within this many groups, those with the largest sum
             of their two best score + bias (of the one, in groups of one).
         mask_T: bool, False = padding: ids -1, weights 0, not counted.
+        impl: "reference" is plain torch, on any device and to any order of derivatives. "triton" is
+            two kernels forward, one backward and first derivatives: CUDA of compute capability 8.0
+            or newer, float32, up to 1024 experts and K of 64, group limits where both numbers are
+            powers of two. "auto" is "triton" on CUDA where it can run and "reference" everywhere
+            else.
 
     Returns:
         The `Routing` of all T tokens.
 
     Raises:
         TypeError: a dtype is not as above.
-        ValueError: a shape, range or device is not as above.
+        ValueError: a shape, range or device is not as above, or the named `impl` cannot run.
+        RuntimeError: a second derivative is taken through "triton".
 
     Note:
         Always K distinct experts a token, the lowest id first among equals. A NaN logit ranks below
@@ -145,7 +156,7 @@ def route(
     check_mask(mask_T, logits_TE)
     if bias_E is not None:
         _check_bias(bias_E, logits_TE)
-    return compute_routing(logits_TE, options, bias_E=bias_E, mask_T=mask_T)
+    return compute_routing(logits_TE, options, bias_E=bias_E, mask_T=mask_T, impl=impl)
 
 
 def compute_routing(
@@ -155,9 +166,25 @@ def compute_routing(
     bias_E: Tensor | None = None,
     mask_T: Tensor | None = None,
     expert_ids_TK: Tensor | None = None,
+    impl: Impl = "auto",
 ) -> Routing:
     """Route checked arguments; given `expert_ids_TK` these are weighed and nothing is selected."""
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    sizes = (options.top_k, options.num_groups, options.topk_groups)
+    if pick(impl, logits_TE.device, _gate.why_not(logits_TE, *sizes)):
+        ids_TK, weights_TK, scores_TE, counts = _gate.gate(
+            logits_TE,
+            None if bias_E is None else bias_E.detach(),
+            mask_T,
+            expert_ids_TK,
+            options.top_k,
+            options.gate == "sigmoid",
+            options.renormalize,
+            options.route_scale,
+            options.num_groups,
+            options.topk_groups,
+        )
+        return Routing(ids_TK, weights_TK, scores_TE, counts[:-1], logits_TE, counts[-1])
     scores_TE = reference.gate_scores(logits_TE, options.gate)
     if expert_ids_TK is None:
         expert_ids_TK = reference.select_experts(
@@ -179,7 +206,8 @@ def compute_routing(
         route_scale=options.route_scale,
     )
     counts_E = reference.count_routes(expert_ids_TK, options.num_experts)[0].to(torch.int32)
-    return Routing(expert_ids_TK, weights_TK, scores_TE, counts_E, logits_TE)
+    bad_tokens = reference.count_bad_tokens(logits_TE.detach(), mask_T).to(torch.int32)
+    return Routing(expert_ids_TK, weights_TK, scores_TE, counts_E, logits_TE, bad_tokens)
 
 
 def _check_bias(bias_E: Tensor, logits_TE: Tensor) -> None:

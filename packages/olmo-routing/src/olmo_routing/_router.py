@@ -10,9 +10,10 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ._checks import check_expert_ids, check_mask, check_matrix, check_positive
+from ._gate_product import gate_product
+from ._impl import Impl
 from ._route import Gate, GateOptions, Routing, compute_routing
 from ._selection_bias import SelectionBias
 
@@ -35,6 +36,7 @@ class Router(nn.Module):
             that it has. Its `update` is the caller's to call.
         jitter: in training, every input element is multiplied by a random number from
             [1 - jitter, 1 + jitter]; in [0, 1).
+        impl: see `route`.
         device: of the weight.
         dtype: of the weight.
 
@@ -46,7 +48,8 @@ class Router(nn.Module):
         ValueError: an argument is out of range, or the bias is of another number of experts.
 
     Note:
-        Backward keeps a float32 copy of the input, 4 T D bytes. On NVIDIA GPUs float32 means what
+        Backward keeps the input as it came and converts it to float32 again; with `jitter` it keeps
+        the noise and the float32 product, 8 T D bytes. On NVIDIA GPUs float32 means what
         `torch.set_float32_matmul_precision` says; "highest", torch's default, is true float32.
     """
 
@@ -63,6 +66,7 @@ class Router(nn.Module):
         topk_groups: int = 1,
         selection_bias: SelectionBias | None = None,
         jitter: float = 0.0,
+        impl: Impl = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -85,6 +89,7 @@ class Router(nn.Module):
         if not 0 <= jitter < 1:
             raise ValueError(f"`jitter` must be in [0, 1), got {jitter}.")
         self.jitter = jitter
+        self.impl: Impl = impl
         self.selection_bias = selection_bias
         self.weight_ED = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
         self._draw_weight()
@@ -140,24 +145,24 @@ class Router(nn.Module):
                 expert_ids_TK = _forced_experts(logits_TE, self.options, force, mask_T, generator)
             bias_E = None if self.selection_bias is None else self.selection_bias.bias_E
             return compute_routing(
-                logits_TE, self.options, bias_E=bias_E, mask_T=mask_T, expert_ids_TK=expert_ids_TK
+                logits_TE,
+                self.options,
+                bias_E=bias_E,
+                mask_T=mask_T,
+                expert_ids_TK=expert_ids_TK,
+                impl=self.impl,
             )
 
     def _logits(
         self, x_TD: Tensor, mask_T: Tensor | None, generator: torch.Generator | None
     ) -> Tensor:
-        dtype = torch.promote_types(x_TD.dtype, self.weight_ED.dtype)
-        dtype = torch.promote_types(dtype, torch.float32)
-        x_TD = x_TD.to(dtype)
-        if mask_T is not None:
-            # The weight's gradient multiplies every row by a gradient of 0 or not: 0 * NaN is NaN.
-            x_TD = torch.where(mask_T[:, None], x_TD, 0.0)
         if self.training and self.jitter > 0:
-            noise_TD = torch.empty_like(x_TD).uniform_(
+            dtype = torch.promote_types(x_TD.dtype, torch.float32)
+            noise_TD = torch.empty_like(x_TD, dtype=dtype).uniform_(
                 1 - self.jitter, 1 + self.jitter, generator=generator
             )
-            x_TD = x_TD * noise_TD
-        return F.linear(x_TD, self.weight_ED.to(dtype))
+            x_TD = x_TD.to(dtype) * noise_TD
+        return gate_product(x_TD, self.weight_ED, mask_T)
 
     def _check(
         self,

@@ -7,10 +7,15 @@ through its slots. Shapes: T tokens, K experts a token, E experts, R rows.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from . import reference
 from ._checks import check_expert_ids, check_positive
+from ._impl import Impl, launching_on, pick
+
+_MAX_EXPERTS = 1024
+_MAX_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +35,9 @@ class RowPlan:
     routes_R: Tensor
 
 
-def plan_rows(expert_ids_TK: Tensor, num_experts: int, *, align: int = 1) -> RowPlan:
+def plan_rows(
+    expert_ids_TK: Tensor, num_experts: int, *, align: int = 1, impl: Impl = "auto"
+) -> RowPlan:
     """Lay the routes out by expert, then token, then slot.
 
     Args:
@@ -38,15 +45,18 @@ def plan_rows(expert_ids_TK: Tensor, num_experts: int, *, align: int = 1) -> Row
         num_experts: E, at least 1.
         align: each expert's rows are padded to a multiple of this; an expert without routes takes
             no rows.
+        impl: "reference" is plain torch. "triton" is two kernels: CUDA of compute capability 8.0 or
+            newer, up to 1024 experts and 2^31 - 1 rows. "auto" is "triton" on CUDA where it can run
+            and "reference" everywhere else.
 
     Returns:
         The `RowPlan`, on the device of the ids.
 
     Raises:
         TypeError: the ids are not int64.
-        ValueError: a shape or range is not as above. On a GPU an id out of range is a device
-            assertion, because checking it here would wait for the device; in a graph of
-            `torch.compile` values are not checked here either.
+        ValueError: a shape or range is not as above, or the named `impl` cannot run. On a GPU an id
+            out of range is a device assertion, because checking it here would wait for the device;
+            in a graph of `torch.compile` values are not checked here either.
 
     Note:
         R is the capacity `T * K + E * (align - 1)` whatever the ids are, on every device: how many
@@ -55,4 +65,35 @@ def plan_rows(expert_ids_TK: Tensor, num_experts: int, *, align: int = 1) -> Row
     check_positive("num_experts", num_experts)
     check_positive("align", align)
     check_expert_ids(expert_ids_TK, num_experts)
+    capacity = expert_ids_TK.numel() + num_experts * (align - 1)
+    if pick(impl, expert_ids_TK.device, _why_not(num_experts, capacity)):
+        return RowPlan(*_plan_rows(expert_ids_TK, num_experts, align))
     return RowPlan(*reference.plan_rows(expert_ids_TK, num_experts, align))
+
+
+def _why_not(num_experts: int, capacity: int) -> str | None:
+    if num_experts > _MAX_EXPERTS:
+        return f"its kernels take up to {_MAX_EXPERTS} experts, got {num_experts}"
+    if capacity > _MAX_ROWS:
+        return f"its kernels take up to {_MAX_ROWS} rows, got {capacity}"
+    return None
+
+
+@torch.library.custom_op("olmo_routing::plan_rows", mutates_args=())
+def _plan_rows(
+    expert_ids_TK: Tensor, num_experts: int, align: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    from ._triton import plan
+
+    with launching_on(expert_ids_TK):
+        return plan.plan_rows(expert_ids_TK, num_experts, align)
+
+
+@_plan_rows.register_fake
+def _(expert_ids_TK: Tensor, num_experts: int, align: int) -> tuple[Tensor, Tensor, Tensor]:
+    capacity = expert_ids_TK.numel() + num_experts * (align - 1)
+    return (
+        expert_ids_TK.new_empty(num_experts, dtype=torch.int32),
+        torch.empty_like(expert_ids_TK),
+        expert_ids_TK.new_empty(capacity),
+    )

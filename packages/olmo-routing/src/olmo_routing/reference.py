@@ -33,6 +33,10 @@ from torch.nn import functional as F
 # gradients beyond float32.
 _NO_MASS = 1e-20
 
+# The least width of a step that a gradient goes through, over the score at which a token decides.
+# No score is further below that one than five of these widths: also the coldest expert is felt.
+LEAST_WIDTH = 0.2
+
 
 def softmax(logits: Tensor) -> Tensor:
     """Return the softmax of the last dimension, defined for every input.
@@ -129,6 +133,12 @@ def count_routes(expert_ids_TK: Tensor, num_experts: int, num_sequences: int = 1
     return counts.scatter_add_(1, bins_BN, torch.ones_like(bins_BN))[:, 1:]
 
 
+def count_bad_tokens(logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
+    """Return how many valid tokens have a NaN or +inf among their logits, 0-d int64."""
+    bad_T = (logits_TE.isnan() | (logits_TE == math.inf)).any(1)
+    return (bad_T & _valid(mask_T, logits_TE)).sum()
+
+
 def plan_rows(expert_ids_TK: Tensor, num_experts: int, align: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return `offsets_E`, `rows_TK` and `routes_R` in (expert, token, slot) order."""
     ids_N = expert_ids_TK.flatten()
@@ -150,6 +160,24 @@ def plan_rows(expert_ids_TK: Tensor, num_experts: int, align: int) -> tuple[Tens
     return ends_E.to(torch.int32), rows_TK, routes[:capacity]
 
 
+def plan_tiles(offsets_E: Tensor, num_rows: int, height: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `experts_C`, `starts_C` (both -1 past the last tile) and `num_tiles`, all int32."""
+    num_experts = offsets_E.numel()
+    starts_E = torch.cat([offsets_E.new_zeros(1), offsets_E[:-1]])
+    tiles_E = (offsets_E - starts_E + height - 1) // height
+    ends_E = tiles_E.cumsum(0)
+    capacity = -(-num_rows // height) + num_experts
+    tiles_C = torch.arange(capacity, device=offsets_E.device)
+    experts_C = torch.searchsorted(ends_E, tiles_C, right=True)
+    index_C = experts_C.clamp(max=num_experts - 1)
+    first_C = (ends_E - tiles_E)[index_C]
+    starts_C = starts_E[index_C] + (tiles_C - first_C) * height
+    used_C = tiles_C < ends_E[-1]
+    parts = (experts_C, starts_C)
+    experts_C, starts_C = (torch.where(used_C, part, -1).to(torch.int32) for part in parts)
+    return experts_C, starts_C, ends_E[-1].to(torch.int32)
+
+
 def admit(requested_SQE: Tensor, capacity: int, policy: str) -> Tensor:
     """Return `kept_SQE`: how many routes of each cell fit into each destination's capacity.
 
@@ -169,6 +197,19 @@ def admit(requested_SQE: Tensor, capacity: int, policy: str) -> Tensor:
     return kept_QC.view_as(requested_QES).permute(2, 0, 1).to(requested_SQE.dtype).contiguous()
 
 
+def requested_counts(
+    expert_ids_TK: Tensor, num_experts: int, mask_T: Tensor | None, num_sequences: int
+) -> tuple[Tensor, Tensor]:
+    """Return each sequence's routes of each expert and its valid tokens: `counts_BE`, `tokens_B`.
+
+    Both int64 and without gradient; a token that is not valid counts nowhere.
+    """
+    valid_T = _valid(mask_T, expert_ids_TK)
+    ids_TK = torch.where(valid_T[:, None], expert_ids_TK, -1)
+    tokens_B = valid_T.view(num_sequences, len(valid_T) // num_sequences).sum(1)
+    return count_routes(ids_TK, num_experts, num_sequences), tokens_B
+
+
 def load_and_mass(
     scores_TE: Tensor, expert_ids_TK: Tensor, mask_T: Tensor | None, num_sequences: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,26 +220,117 @@ def load_and_mass(
     """
     num_tokens, num_experts = scores_TE.shape
     length = num_tokens // num_sequences
-    valid_T = _valid(mask_T, scores_TE)
-    ids_TK = torch.where(valid_T[:, None], expert_ids_TK, -1)
-    counts_BE = count_routes(ids_TK, num_experts, num_sequences)
-    scores_TE = torch.where(valid_T[:, None], scores_TE, 0.0)
+    counts_BE, tokens_B = requested_counts(expert_ids_TK, num_experts, mask_T, num_sequences)
+    scores_TE = torch.where(_valid(mask_T, scores_TE)[:, None], scores_TE, 0.0)
     total_T1 = scores_TE.sum(1, keepdim=True)
     shares_TE = scores_TE / torch.where(total_T1 > _NO_MASS, total_T1, 1.0)
-    tokens_B = valid_T.view(num_sequences, length).sum(1)
     mass_BE = shares_TE.view(num_sequences, length, num_experts).sum(1)
     return counts_BE, mass_BE / tokens_B.clamp(min=1)[:, None], tokens_B
 
 
 def balance_loss(
-    scores_TE: Tensor, expert_ids_TK: Tensor, mask_T: Tensor | None, num_sequences: int
+    scores_TE: Tensor,
+    expert_ids_TK: Tensor,
+    mask_T: Tensor | None,
+    num_sequences: int,
+    fractions_BE: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean over valid tokens of their sequence's E * sum_e f_e P_e."""
+    """Return the mean over valid tokens of their sequence's E * sum_e f_e P_e.
+
+    f are the sequence's own fractions of the routes, or `fractions_BE` from a wider scope.
+    """
     counts_BE, mass_BE, tokens_B = load_and_mass(scores_TE, expert_ids_TK, mask_T, num_sequences)
-    num_routes_B = (tokens_B * expert_ids_TK.shape[1]).clamp(min=1)
-    fractions_BE = counts_BE.to(mass_BE.dtype) / num_routes_B[:, None]
+    if fractions_BE is None:
+        fractions_BE = _fractions(counts_BE, tokens_B, expert_ids_TK.shape[1], mass_BE.dtype)
+    fractions_BE = fractions_BE.detach().to(mass_BE.dtype)
     loss_B = scores_TE.shape[1] * (fractions_BE * mass_BE).sum(1)
     return (loss_B * tokens_B).sum() / tokens_B.sum().clamp(min=1)
+
+
+def _fractions(counts_BE: Tensor, tokens_B: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+    return counts_BE.to(dtype) / (tokens_B * top_k).clamp(min=1)[:, None]
+
+
+def margin_balance_loss(
+    scores_TE: Tensor,
+    expert_ids_TK: Tensor,
+    mask_T: Tensor | None,
+    num_sequences: int,
+    temperature: float,
+    bias_E: Tensor | None = None,
+    fractions_BE: Tensor | None = None,
+) -> Tensor:
+    """Return the mean over valid tokens of their sequence's E * sum_e f_e Q_e.
+
+    Q_e is the mean over the routes of the tokens' steps, `selection_steps`. The value comes from
+    the exact steps, the gradient from the wide ones and f less its mean: K routes a token exist
+    whatever the scores are, so that only differences of load can be acted on, and what is balanced
+    gets no gradient at all.
+    """
+    num_tokens, num_experts = scores_TE.shape
+    top_k = expert_ids_TK.shape[1]
+    shape = (num_sequences, num_tokens // num_sequences, num_experts)
+    valid_T1 = _valid(mask_T, scores_TE)[:, None]
+    ids_TK = torch.where(valid_T1, expert_ids_TK, -1)
+    scores_TE = torch.where(valid_T1 & scores_TE.isfinite(), scores_TE, 0.0)
+    exact_TE, wide_TE = selection_steps(scores_TE, ids_TK, temperature, bias_E)
+    counts_BE, tokens_B = requested_counts(ids_TK, num_experts, mask_T, num_sequences)
+    if fractions_BE is None:
+        fractions_BE = _fractions(counts_BE, tokens_B, top_k, scores_TE.dtype)
+    fractions_BE = fractions_BE.detach().to(scores_TE.dtype)
+    # A sequence's loss is divided by its tokens and weighted by them: its sum is what is needed.
+    scale = num_experts / (top_k * tokens_B.sum().clamp(min=1)).to(scores_TE.dtype)
+    excess_BE = fractions_BE - fractions_BE.mean(1, keepdim=True)
+    value = scale * (fractions_BE * exact_TE.view(shape).sum(1)).sum()
+    slope = scale * (excess_BE * wide_TE.view(shape).sum(1)).sum()
+    return value + (slope - slope.detach())
+
+
+def selection_steps(
+    scores_TE: Tensor, expert_ids_TK: Tensor, temperature: float, bias_E: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return how surely each token selects each expert, as `exact_TE` and `wide_TE`.
+
+    Both are sigmoid(d / w). The distance d of a selected expert is its score less the strongest
+    score that was not selected, that of any other expert its score less the weakest selected one
+    (Shazeer et al., arXiv 1701.06538, eq. 9); a bias is added to the scores first. With the margin
+    m = weakest selected - strongest other,
+
+        exact: w = temperature * m,                      without gradient
+        wide:  w = max(temperature * m, 0.2 * level),    gradients through d, not through w
+
+    where the level is the mean of the two scores at the margin. Of the exact steps every selected
+    one is at least, and every other one at most, that of the margin itself: this holds by a clamp,
+    so that it holds for ties and for ids that are not those of the best scores as well.
+    """
+    # Column 0 takes the -1s.
+    selected = torch.zeros(
+        len(scores_TE), scores_TE.shape[1] + 1, dtype=torch.bool, device=scores_TE.device
+    )
+    selected_TE = selected.scatter_(1, expert_ids_TK + 1, True)[:, 1:]
+    merit_TE = scores_TE if bias_E is None else scores_TE + bias_E.detach()
+    inside_TE = torch.where(selected_TE, merit_TE, math.inf)
+    outside_TE = torch.where(selected_TE, -math.inf, merit_TE)
+    # Without an expert on either side there is no margin: such a token is sure, without gradient.
+    contested_T1 = selected_TE.any(1, keepdim=True) & ~selected_TE.all(1, keepdim=True)
+    weakest_T1 = torch.where(contested_T1, inside_TE.amin(1, keepdim=True), 0.0)
+    strongest_T1 = torch.where(contested_T1, outside_TE.amax(1, keepdim=True), 0.0)
+    distance_TE = merit_TE - torch.where(selected_TE, strongest_T1, weakest_T1)
+    with torch.no_grad():
+        margin_T1 = (weakest_T1 - strongest_T1).abs()
+        depth_TE = torch.where(selected_TE, distance_TE, -distance_TE)
+        ratio_TE = depth_TE / margin_T1.clamp(min=torch.finfo(margin_T1.dtype).tiny)
+        ratio_TE = torch.where(depth_TE > margin_T1, ratio_TE, 1.0) / temperature
+        exact_TE = torch.sigmoid(torch.where(selected_TE, ratio_TE, -ratio_TE))
+        exact_TE = torch.where(contested_T1, exact_TE, selected_TE.to(exact_TE.dtype))
+        at_margin_T2 = torch.cat(
+            [inside_TE.argmin(1, keepdim=True), outside_TE.argmax(1, keepdim=True)], dim=1
+        )
+        level_T1 = scores_TE.gather(1, at_margin_T2).mean(1, keepdim=True)
+        width_T1 = torch.maximum(temperature * margin_T1, LEAST_WIDTH * level_T1)
+        # An infinite width has no gradient.
+        width_T1 = torch.where(contested_T1 & (width_T1 > _NO_MASS), width_T1, math.inf)
+    return exact_TE, torch.sigmoid(distance_TE / width_T1)
 
 
 def router_z_loss(logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:

@@ -1,0 +1,351 @@
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+"""A gate in one pass over the logits, and its backward in another.
+
+What is computed is defined in `reference.py`. A program holds a few tokens with all of their
+experts. An expert is selected K times over: the largest merit, among equals the largest logit,
+among those the lowest id. Merits and logits are compared as integers that keep their order, so that
+NaN has a place (behind every number) and -0 is 0.
+
+Shapes: T tokens, K experts a token, E experts; EP and KP are the next powers of two.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ELEMENTS = 2048
+"""Tokens times experts that a program holds, 8 a thread: twice as many spill registers."""
+_TOKENS = 128
+"""Tokens a program at most: of few experts, more spill registers too."""
+_WARPS = 8
+
+
+def gate(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    mask_T: Tensor | None,
+    given_TK: Tensor | None,
+    *,
+    top_k: int,
+    sigmoid: bool,
+    renormalize: bool,
+    route_scale: float,
+    num_groups: int,
+    topk_groups: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Route every token.
+
+    Args:
+        logits_TE: Packed float32.
+        bias_E: Packed float32, or None.
+        mask_T: Packed bool, or None.
+        given_TK: int64 ids to weigh instead of selecting, or None.
+        top_k: As in `route`; so are the next four.
+        sigmoid: Whether the gate is a sigmoid, else a softmax.
+        renormalize: See `route`.
+        route_scale: See `route`.
+        num_groups: See `route`.
+        topk_groups: See `route`.
+
+    Returns:
+        `expert_ids_TK` int64, `weights_TK` and `scores_TE` float32; and (E + 1,) int32: the routes
+        of each expert, then the number of tokens with a NaN or +inf logit.
+    """
+    T, E = logits_TE.shape
+    EP, KP = max(2, triton.next_power_of_2(E)), max(2, triton.next_power_of_2(top_k))
+    tokens = max(1, min(_TOKENS, _ELEMENTS // EP))
+    blocks = triton.cdiv(T, tokens)
+    ids_TK = torch.empty(T, top_k, dtype=torch.int64, device=logits_TE.device)
+    weights_TK = logits_TE.new_empty(T, top_k)
+    scores_TE = torch.empty_like(logits_TE)
+    # Every program adds its counts: a sum of integers does not depend on their order.
+    counts = torch.zeros(E + 1, dtype=torch.int32, device=logits_TE.device)
+    _gate_kernel[(blocks,)](
+        logits_TE,
+        bias_E,
+        mask_T,
+        given_TK,
+        ids_TK,
+        weights_TK,
+        scores_TE,
+        counts,
+        route_scale,
+        T,
+        E,
+        K=top_k,
+        SIGMOID=sigmoid,
+        RENORMALIZE=renormalize,
+        GROUPS=num_groups,
+        TOP_GROUPS=topk_groups,
+        BIASED=bias_E is not None,
+        MASKED=mask_T is not None,
+        GIVEN=given_TK is not None,
+        TOKENS=tokens,
+        EP=EP,
+        KP=KP,
+        num_warps=_WARPS,
+        # It keeps in the assertion that the given ids are in range.
+        debug=given_TK is not None,
+        sanitize_overflow=False,
+    )
+    return ids_TK, weights_TK, scores_TE, counts
+
+
+def gate_backward(
+    logits_TE: Tensor,
+    scores_TE: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    g_weights_TK: Tensor | None,
+    g_scores_TE: Tensor | None,
+    *,
+    sigmoid: bool,
+    renormalize: bool,
+    route_scale: float,
+) -> Tensor:
+    """Return the gradient of the logits from those of the weights and of the scores, packed."""
+    T, E = logits_TE.shape
+    K = ids_TK.shape[1]
+    EP, KP = max(2, triton.next_power_of_2(E)), max(2, triton.next_power_of_2(K))
+    tokens = max(1, min(_TOKENS, _ELEMENTS // EP))
+    g_logits_TE = torch.empty_like(logits_TE)
+    _gate_backward_kernel[(triton.cdiv(T, tokens),)](
+        logits_TE,
+        scores_TE,
+        ids_TK,
+        weights_TK,
+        g_weights_TK,
+        g_scores_TE,
+        g_logits_TE,
+        route_scale,
+        T,
+        E,
+        K=K,
+        SIGMOID=sigmoid,
+        RENORMALIZE=renormalize,
+        WEIGHTED=g_weights_TK is not None,
+        SCORED=g_scores_TE is not None,
+        TOKENS=tokens,
+        EP=EP,
+        KP=KP,
+        num_warps=_WARPS,
+    )
+    return g_logits_TE
+
+
+@triton.jit
+def _ordered(x):
+    """An integer that orders as `x` does, -0 as 0 and NaN behind -inf."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(bits == -2147483648, 0, bits)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(x == x, order, -2147483647)
+
+
+@triton.jit
+def _softmax(x):
+    """The softmax of rows without NaN: +inf share all the mass, and a row of -inf is all 0."""
+    largest = tl.max(x, 1)
+    infinite = (largest == float("inf"))[:, None]
+    finite = tl.where(largest == float("-inf"), 0.0, largest)[:, None]
+    shifted = tl.where(x == float("-inf"), float("-inf"), x - finite)
+    part = tl.exp(tl.where(infinite, float("-inf"), shifted))
+    part = tl.where(infinite, tl.where(x == float("inf"), 1.0, 0.0), part)
+    total = tl.sum(part, 1)[:, None]
+    return part / tl.where(total > 0, total, 1.0)
+
+
+@triton.jit
+def _log_sigmoid(x):
+    return tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _allowed(merit, expert, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, EP: tl.constexpr):
+    """Whether an expert's group is among the best; EP is the number of experts here."""
+    TOKENS: tl.constexpr = merit.shape[0]
+    SIZE: tl.constexpr = EP // GROUPS
+    grouped = tl.reshape(tl.where(merit == merit, merit, float("-inf")), (TOKENS, GROUPS, SIZE))
+    best = tl.max(grouped, 2)
+    if SIZE > 1:
+        place = tl.arange(0, SIZE)[None, None, :]
+        at = tl.min(tl.where(grouped == best[:, :, None], place, SIZE), 2)
+        best += tl.max(tl.where(place == at[:, :, None], float("-inf"), grouped), 2)
+    group = tl.arange(0, GROUPS)[None, :]
+    order = _ordered(best)
+    taken = tl.zeros((TOKENS, GROUPS), tl.int32)
+    for _ in tl.static_range(TOP_GROUPS):
+        left = tl.where(taken > 0, -2147483648, order)
+        first = tl.min(tl.where(left == tl.max(left, 1)[:, None], group, GROUPS), 1)
+        taken = tl.where(group == first[:, None], 1, taken)
+    spread = tl.broadcast_to(taken[:, :, None], (TOKENS, GROUPS, SIZE))
+    return tl.reshape(spread, (TOKENS, EP)) > 0
+
+
+@triton.jit
+def _gate_kernel(
+    logits,
+    bias,
+    mask,
+    given,
+    ids,
+    weights,
+    scores,
+    counts,
+    route_scale,
+    T,
+    E,
+    K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BIASED: tl.constexpr,
+    MASKED: tl.constexpr,
+    GIVEN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EP: tl.constexpr,
+    KP: tl.constexpr,
+):
+    """`TOKENS` tokens a program."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, EP)[None, :]
+    slot = tl.arange(0, KP)[None, :]
+    here = token < T
+    inside = here[:, None] & (expert < E)
+    at = token[:, None] * E + expert
+    x = tl.load(logits + at, mask=inside, other=float("-inf"))
+    bad = tl.sum(((x != x) | (x == float("inf"))).to(tl.int32), 1) > 0
+    clean = tl.where(x == x, x, float("-inf"))
+    if SIGMOID:
+        score = tl.where(clean == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp(-clean)))
+        log_score = _log_sigmoid(clean)
+    else:
+        score = _softmax(clean)
+        log_score = clean
+    tl.store(scores + at, score, mask=inside)
+
+    real = here
+    if MASKED:
+        real = here & (tl.load(mask + token, mask=here, other=0) != 0)
+    chosen = tl.zeros((TOKENS, EP), tl.int32)
+    id_of = tl.full((TOKENS, KP), -1, tl.int32)
+    value_of = tl.full((TOKENS, KP), float("-inf"), tl.float32)
+    if GIVEN:
+        at_slot = token[:, None] * K + slot
+        wide = tl.load(given + at_slot, mask=real[:, None] & (slot < K), other=-1)
+        tl.device_assert((wide >= -1) & (wide < E), "`expert_ids_TK` must be in [-1, E)")
+        id_of = wide.to(tl.int32)
+    else:
+        order = _ordered(x)
+        primary = order
+        if BIASED:
+            merit = score + tl.load(bias + expert, mask=expert < E, other=0.0)
+            merit = tl.where(x == x, merit, float("nan"))
+            primary = _ordered(merit)
+        allowed = inside
+        if TOP_GROUPS < GROUPS:
+            if BIASED:
+                allowed = _allowed(merit, expert, GROUPS, TOP_GROUPS, EP)
+            else:
+                ranked = tl.where(x == x, score, float("nan"))
+                allowed = _allowed(ranked, expert, GROUPS, TOP_GROUPS, EP)
+        primary = tl.where(allowed & (expert < E), primary, -2147483648)
+    for k in range(K):
+        if GIVEN:
+            best = tl.sum(tl.where(slot == k, id_of, 0), 1)
+        else:
+            tied = primary == tl.max(primary, 1)[:, None]
+            if BIASED:
+                rank = tl.where(tied, order, -2147483648)
+                tied = tied & (rank == tl.max(rank, 1)[:, None])
+            best = tl.min(tl.where(tied, expert, EP), 1)
+            primary = tl.where(expert == best[:, None], -2147483648, primary)
+            id_of = tl.where(slot == k, tl.where(real, best, -1)[:, None], id_of)
+        hit = expert == best[:, None]
+        chosen = tl.where(hit, 1, chosen)
+        taken = log_score if RENORMALIZE else score
+        value = tl.sum(tl.where(hit, taken, 0.0), 1)
+        value_of = tl.where(slot == k, tl.where(best >= 0, value, float("-inf"))[:, None], value_of)
+    value_of = tl.where(id_of >= 0, value_of, float("-inf"))
+    if RENORMALIZE:
+        weight = route_scale * _softmax(value_of)
+    else:
+        weight = route_scale * tl.where(id_of >= 0, value_of, 0.0)
+    at_slot = token[:, None] * K + slot
+    write = here[:, None] & (slot < K)
+    tl.store(ids + at_slot, id_of.to(tl.int64), mask=write)
+    tl.store(weights + at_slot, weight, mask=write)
+
+    lane = tl.arange(0, EP)
+    count = tl.sum(tl.where(real[:, None], chosen, 0), 0)
+    tl.atomic_add(counts + lane, count, mask=(lane < E) & (count > 0), sem="relaxed")
+    tl.atomic_add(counts + E, tl.sum((bad & real).to(tl.int32), 0), sem="relaxed")
+
+
+@triton.jit
+def _gate_backward_kernel(
+    logits,
+    scores,
+    ids,
+    weights,
+    g_weights,
+    g_scores,
+    g_logits,
+    route_scale,
+    T,
+    E,
+    K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SCORED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EP: tl.constexpr,
+    KP: tl.constexpr,
+):
+    """`TOKENS` tokens a program; a softmax over infinities is constant, so its gradient is 0."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, EP)[None, :]
+    slot = tl.arange(0, KP)[None, :]
+    here = token < T
+    inside = here[:, None] & (expert < E)
+    at = token[:, None] * E + expert
+    score = tl.load(scores + at, mask=inside, other=0.0)
+    x = tl.load(logits + at, mask=inside, other=float("-inf"))
+    through = tl.zeros((TOKENS, EP), tl.float32)
+    if SCORED:
+        through = tl.load(g_scores + at, mask=inside, other=0.0)
+    direct = tl.zeros((TOKENS, EP), tl.float32)
+    if WEIGHTED:
+        at_slot = token[:, None] * K + slot
+        used = here[:, None] & (slot < K)
+        id_of = tl.load(ids + at_slot, mask=used, other=-1).to(tl.int32)
+        g = tl.load(g_weights + at_slot, mask=used & (id_of >= 0), other=0.0)
+        if RENORMALIZE:
+            weight = tl.load(weights + at_slot, mask=used, other=0.0)
+            g = weight * (g - tl.sum(g * weight, 1)[:, None] / route_scale)
+        else:
+            g = route_scale * g
+        placed = tl.zeros((TOKENS, EP), tl.float32)
+        infinite = tl.zeros((TOKENS,), tl.int32)
+        for k in range(K):
+            id_k = tl.sum(tl.where(slot == k, id_of, 0), 1)[:, None]
+            g_k = tl.sum(tl.where(slot == k, g, 0.0), 1)[:, None]
+            hit = expert == id_k
+            placed += tl.where(hit, g_k, 0.0)
+            infinite += tl.sum((hit & (x == float("inf"))).to(tl.int32), 1)
+        if not RENORMALIZE:
+            through += placed
+        elif SIGMOID:
+            direct = placed * (1.0 - score)
+        else:
+            direct = tl.where((infinite > 0)[:, None], 0.0, placed)
+    if SIGMOID:
+        g_x = direct + through * score * (1.0 - score)
+    else:
+        mean = tl.sum(score * through, 1)[:, None]
+        flat = tl.sum((x == float("inf")).to(tl.int32), 1)[:, None] > 0
+        g_x = direct + tl.where(flat, 0.0, score * (through - mean))
+    tl.store(g_logits + at, g_x, mask=inside)

@@ -1,0 +1,463 @@
+"""The margin balance loss: its law, its gradient, and the games that it does not play."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from olmo_routing import Router, balance_loss, margin_balance_loss, route
+from torch.nn import functional as F
+
+
+def epsilon(temperature):
+    return 1 / (1 + math.exp(1 / temperature))
+
+
+def concentration(ids, num_experts, mask=None):
+    """Return E * sum f^2, what the loss tends to."""
+    ids = ids if mask is None else ids[mask]
+    counts = ids[ids >= 0].bincount(minlength=num_experts).double()
+    return (num_experts * (counts / max(ids.numel(), 1)).square().sum()).item()
+
+
+def distances(row, chosen):
+    """Return each expert's distance to the score that decides over it, by a loop."""
+    inside = [row[e] for e in chosen]
+    outside = [row[e] for e in range(len(row)) if e not in chosen]
+    return [row[e] - (max(outside) if e in chosen else min(inside)) for e in range(len(row))], min(
+        inside
+    ) - max(outside)
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+def value_oracle(scores, ids, temperature):
+    """Return the loss of tokens that all have a margin, by loops over Python floats."""
+    num_tokens, top_k, num_experts = len(scores), len(ids[0]), len(scores[0])
+    loss = 0.0
+    for e in range(num_experts):
+        fraction = sum(row.count(e) for row in ids) / (num_tokens * top_k)
+        for row, chosen in zip(scores, ids, strict=True):
+            away, margin = distances(row, chosen)
+            step = sigmoid(away[e] / (temperature * margin))
+            loss += num_experts * fraction * step / (num_tokens * top_k)
+    return loss
+
+
+def widths(scores, ids, temperature):
+    result = []
+    for row, chosen in zip(scores, ids, strict=True):
+        weakest = min(row[e] for e in chosen)
+        _, margin = distances(row, chosen)
+        result.append(max(temperature * margin, 0.2 * (weakest - margin / 2)))
+    return result
+
+
+def surrogate_oracle(scores, ids, width_T):
+    """Return what the gradient is the gradient of, at fixed widths."""
+    num_tokens, top_k, num_experts = len(scores), len(ids[0]), len(scores[0])
+    total = 0.0
+    for row, chosen, width in zip(scores, ids, width_T, strict=True):
+        away, _ = distances(row, chosen)
+        for e in range(num_experts):
+            fraction = sum(other.count(e) for other in ids) / (num_tokens * top_k)
+            step = sigmoid(away[e] / width)
+            total += num_experts * (fraction - 1 / num_experts) * step / (num_tokens * top_k)
+    return total
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([(1, 1, 2), (5, 2, 6), (7, 1, 3), (4, 3, 4)]),
+    st.sampled_from(["softmax", "sigmoid"]),
+    st.sampled_from([0.1, 0.2, 0.7]),
+    st.integers(0, 2**31),
+)
+def test_value_and_gradient_agree_with_loops(sizes, gate, temperature, seed):
+    num_tokens, top_k, num_experts = sizes
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64)
+    routing = route(logits, top_k, gate=gate)
+    scores, ids = routing.scores_TE.requires_grad_(), routing.expert_ids_TK
+    loss = margin_balance_loss(scores, ids, temperature=temperature)
+    rows, chosen = scores.tolist(), ids.tolist()
+    assert loss.item() == pytest.approx(value_oracle(rows, chosen, temperature), rel=1e-10)
+    (gradient,) = torch.autograd.grad(loss, scores)
+    fixed = widths(rows, chosen, temperature)
+    for t in range(num_tokens):
+        for e in range(num_experts):
+            step = 1e-6 * min(fixed[t], distances(rows[t], chosen[t])[1])
+            ends = []
+            for sign in (1, -1):
+                moved = [list(row) for row in rows]
+                moved[t][e] += sign * step
+                ends.append(surrogate_oracle(moved, chosen, fixed))
+            slope = (ends[0] - ends[1]) / (2 * step)
+            scale = num_experts / (top_k * num_tokens * fixed[t])
+            assert gradient[t, e].item() == pytest.approx(slope, rel=1e-4, abs=1e-5 * scale)
+
+
+SIZES = [(1, 1, 2), (6, 1, 2), (9, 2, 8), (30, 3, 16), (64, 8, 64), (5, 1, 64), (4, 3, 3)]
+
+
+def scores_of_kind(kind, num_tokens, num_experts, generator):
+    uniform = torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float64)
+    if kind == "ties":
+        return (3 * uniform).round() / 3
+    if kind == "hair-thin":
+        return 0.5 + 1e-12 * uniform
+    if kind == "one expert":
+        return torch.softmax(200 * uniform, 1)
+    if kind == "a few hot, the rest equal":
+        uniform[:, num_experts // 4 + 1 :] = 1.0
+        return uniform
+    if kind == "signed and huge":
+        return 1e30 * (uniform - 0.5)
+    return uniform
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from(SIZES),
+    st.sampled_from(
+        ["any", "ties", "hair-thin", "one expert", "a few hot, the rest equal", "signed and huge"]
+    ),
+    st.sampled_from(["best scores", "biased", "unrelated"]),
+    st.floats(0.02, 5.0),
+    st.integers(0, 2**31),
+)
+def test_the_law_holds_for_any_scores(sizes, kind, ids_are, temperature, seed):
+    num_tokens, top_k, num_experts = sizes
+    generator = torch.Generator().manual_seed(seed)
+    scores = scores_of_kind(kind, num_tokens, num_experts, generator)
+    bias = torch.randn(num_experts, generator=generator, dtype=torch.float64)
+    merit = {
+        "best scores": scores,
+        "biased": scores + bias,
+        "unrelated": torch.rand(num_tokens, num_experts, generator=generator),
+    }[ids_are]
+    ids = merit.topk(top_k, dim=1).indices
+    bias = bias if ids_are == "biased" else None
+    loss = margin_balance_loss(scores, ids, temperature=temperature, bias_E=bias).item()
+    even, eps = concentration(ids, num_experts), epsilon(temperature)
+    assert even >= 1 - 1e-12
+    assert loss >= (1 - eps) * even - 1e-12
+    assert loss >= 1 - eps - 1e-12
+    assert loss <= (1 - eps) * even + eps * num_experts / top_k + 1e-12
+
+
+def differentiable_value(scores, ids, temperature):
+    """Return the value with nothing held fixed: what an adversary would descend."""
+    num_tokens, num_experts = scores.shape
+    selected = torch.zeros(num_tokens, num_experts).scatter_(1, ids, 1.0) > 0
+    weakest = torch.where(selected, scores, math.inf).amin(1, keepdim=True)
+    strongest = torch.where(selected, -math.inf, scores).amax(1, keepdim=True)
+    step = torch.sigmoid(
+        (scores - torch.where(selected, strongest, weakest)) / (temperature * (weakest - strongest))
+    )
+    fraction = selected.double().mean(0) / ids.shape[1]
+    return num_experts / ids.shape[1] * (fraction * step.mean(0)).sum()
+
+
+def winning(logits, lead, ids):
+    """Return scores of which the given ids are always the best, by a hair or by a lot."""
+    scores = torch.softmax(logits, 1)
+    selected = torch.zeros_like(scores).scatter(1, ids, 1.0) > 0
+    best_other = torch.where(selected, 0.0, scores).amax(1, keepdim=True)
+    scores = torch.where(selected, best_other * (1 + 1e-9 + F.softplus(lead)), scores)
+    return scores / scores.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("goal", ["margin loss", "its value in full", "balance loss"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_descent_finds_no_counterexample(goal, seed):
+    num_tokens, num_experts, top_k, temperature = 24, 8, 2, 0.3
+    generator = torch.Generator().manual_seed(seed)
+    hot = torch.linspace(2, -2, num_experts, dtype=torch.float64)
+    logits = hot + torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64)
+    ids = logits.topk(top_k, dim=1).indices
+    lead = torch.zeros_like(logits)
+    logits, lead = logits.requires_grad_(), lead.requires_grad_()
+    adam = torch.optim.Adam([logits, lead], lr=0.1)
+    bound = (1 - epsilon(temperature)) * concentration(ids, num_experts)
+    ordinary = math.inf
+    for _ in range(150):
+        scores = winning(logits, lead, ids)
+        loss = margin_balance_loss(scores, ids, temperature=temperature)
+        assert loss.item() >= bound - 1e-9
+        ordinary = balance_loss(scores, ids)
+        goals = {
+            "margin loss": loss,
+            "its value in full": differentiable_value(scores, ids, temperature),
+            "balance loss": ordinary,
+        }
+        adam.zero_grad()
+        goals[goal].backward()
+        adam.step()
+    if goal == "balance loss":
+        assert ordinary < 0.9  # the same adversary does win against the ordinary loss
+
+
+def test_the_report_tables_that_fool_the_ordinary_loss():
+    # Two experts, 2 and 4 tokens of 6: E sum f^2 = 2 (1/9 + 4/9).
+    six = torch.tensor([[1.0, 0.0]] * 2 + [[0.4, 0.6]] * 4)
+    six_ids = torch.tensor([[0]] * 2 + [[1]] * 4)
+    # 1 : 3 by a hair: 2 (1/16 + 9/16).
+    hair = torch.tensor([[1.0, 0.0]] * 2 + [[0.499999, 0.500001]] * 6)
+    hair_ids = torch.tensor([[0]] * 2 + [[1]] * 6)
+    # 16 of 64 experts take all routes in turn, 4 a token, by a hair: E / A.
+    few_ids = (torch.arange(16)[:, None] + torch.arange(4)) % 16
+    few = torch.cat([torch.zeros(16, 16), torch.ones(16, 48)], 1).scatter(1, few_ids, 1.000001)
+    for scores, ids, limit in ((six, six_ids, 10 / 9), (hair, hair_ids, 5 / 4), (few, few_ids, 4)):
+        assert balance_loss(scores, ids) < 0.95
+        for temperature in (0.05, 0.2):
+            loss = margin_balance_loss(scores, ids, temperature=temperature).item()
+            assert (1 - epsilon(temperature)) * limit - 1e-6 <= loss
+            if temperature == 0.05:
+                assert loss == pytest.approx(limit, rel=1e-5)
+
+
+def test_a_fixed_width_would_bring_the_game_back():
+    # The trap: by a hair, losers count as half winners when the width does not follow the margin.
+    scores = torch.tensor([[1.0, 0.0]] * 2 + [[0.499999, 0.500001]] * 6)
+    ids = torch.tensor([[0]] * 2 + [[1]] * 6)
+    distance = scores - scores.flip(1)
+    fraction = torch.tensor([0.25, 0.75])
+    fixed = 2 * (fraction * torch.sigmoid(distance / 0.05).mean(0)).sum()
+    assert fixed.item() == pytest.approx(7 / 8, rel=1e-4)
+    assert margin_balance_loss(scores, ids) > 1.2
+
+
+def test_mass_that_never_wins_buys_nothing():
+    # Mass moves from the winners to experts that nobody selects, until the lead is a hair.
+    ids = torch.tensor([[0]] * 3 + [[1]] * 1)
+    lead = torch.nn.functional.one_hot(ids[:, 0], 6).double()
+    values, ordinary = [], []
+    for share in (0.0, 0.5, 0.99, 0.999999):
+        scores = (1 - share) * lead + share / 6
+        values.append(margin_balance_loss(scores, ids).item())
+        ordinary.append(balance_loss(scores, ids).item())
+    assert ordinary[-1] < 1.001 < ordinary[0]
+    assert min(values) == pytest.approx(max(values), rel=1e-9)
+    assert values[0] >= (1 - epsilon(0.2)) * 6 * 10 / 16
+
+
+def test_the_gradient_pushes_marginal_tokens_off_an_overloaded_expert():
+    # Expert 0 has six of eight tokens, won by ever more.
+    margins = torch.tensor([0.001, 0.01, 0.05, 0.2, 0.4, 0.8], dtype=torch.float64)
+    scores = torch.stack([0.5 + margins / 2, 0.5 - margins / 2], 1)
+    scores = torch.cat([scores, torch.tensor([[0.1, 0.9]] * 2)]).requires_grad_()
+    ids = scores.argmax(1, keepdim=True)
+    margin_balance_loss(scores, ids).backward()
+    assert scores.grad is not None
+    push = scores.grad[:6, 0]
+    assert (push > 0).all()
+    assert (push.diff() < 0).all()  # the thinner the margin, the harder
+    assert push[0] > 20 * push[-1]
+    torch.testing.assert_close(scores.grad.sum(1), torch.zeros(8, dtype=torch.float64))
+    moved = (scores - 1e-2 * scores.grad).detach()
+    assert moved.argmax(1).bincount().tolist() == [5, 3]  # the most marginal one left first
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(SIZES), st.integers(-12, 0), st.integers(0, 2**31))
+def test_the_gradient_is_bounded_however_thin_the_margins(sizes, exponent, seed):
+    num_tokens, top_k, num_experts = sizes
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float64)
+    scores = (0.5 + 10.0**exponent * (noise - 0.5)).requires_grad_()
+    best, ids = scores.detach().topk(min(top_k + 1, num_experts), dim=1)
+    (gradient,) = torch.autograd.grad(margin_balance_loss(scores, ids[:, :top_k]), scores)
+    level = best[:, -2:].mean(1, keepdim=True)
+    assert (gradient.abs() <= 2.5 * num_experts / (top_k * num_tokens * level)).all()
+    assert gradient.sum(1).abs().max() < 1e-9
+
+
+def test_even_loads_get_no_gradient():
+    scores = torch.rand(12, 4, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    ids = torch.stack([torch.arange(12) % 4, (torch.arange(12) + 1) % 4], 1)
+    loss = margin_balance_loss(scores, ids)
+    (gradient,) = torch.autograd.grad(loss, scores)
+    assert torch.equal(gradient, torch.zeros(12, 4))
+
+
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
+def test_descent_reduces_the_worst_load_and_revives_the_dead(gate):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 16, generator=generator)
+    x[:, 0] = x[:, 0].abs() + 1
+    router = Router(16, 16, 2, gate=gate)
+    with torch.no_grad():
+        router.weight_ED.copy_(torch.randn(16, 16, generator=generator) / 4)
+        router.weight_ED[:, 0] += torch.linspace(2.5, -2.5, 16)
+    adam = torch.optim.Adam(router.parameters(), lr=0.02)
+
+    def loads():
+        counts = router(x).counts_E.double()
+        return (counts.max() / counts.mean()).item(), int((counts == 0).sum())
+
+    worst, dead = loads()
+    assert worst > 5
+    assert dead >= 4
+    for _ in range(200):
+        routing = router(x)
+        adam.zero_grad()
+        margin_balance_loss(routing.scores_TE, routing.expert_ids_TK).backward()
+        adam.step()
+    worst, dead = loads()
+    assert worst < 1.15
+    assert dead == 0
+
+
+def test_exact_ties_count_as_decided_and_push_as_margins():
+    scores = torch.full((4, 3), 0.25, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0], [0], [0], [1]])
+    loss = margin_balance_loss(scores, ids)
+    # f = (3/4, 1/4, 0); winners at 1 - eps, all others at eps.
+    eps = epsilon(0.2)
+    expected = 3 * (3 / 4 * (3 * (1 - eps) + eps) + 1 / 4 * (1 - eps + 3 * eps)) / 4
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    loss.backward()
+    assert scores.grad is not None
+    assert scores.grad.isfinite().all()
+    assert (scores.grad[:3, 0] > 0).all()
+    assert (scores.grad[:, 2] < 0).all()  # the dead expert is pulled up
+
+
+def test_every_expert_selected_is_one_without_a_gradient():
+    scores = torch.rand(5, 3, requires_grad=True)
+    loss = margin_balance_loss(scores, torch.arange(3).repeat(5, 1))
+    assert loss.item() == pytest.approx(1.0)
+    loss.backward()
+    assert scores.grad is not None
+    assert torch.equal(scores.grad, torch.zeros(5, 3))
+
+
+def test_missing_routes_are_missing_from_both_sides():
+    scores = torch.rand(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ids = scores.topk(2, dim=1).indices
+    ids[1, 1] = ids[2] = -1
+    loss = margin_balance_loss(scores.requires_grad_(), ids)
+    even, share = concentration(ids, 4), 9 / 12
+    assert even >= share**2
+    assert (1 - epsilon(0.2)) * even <= loss.item() <= even + epsilon(0.2) * 2
+    loss.backward()
+    assert scores.grad is not None
+    assert torch.equal(scores.grad[2], torch.zeros(4, dtype=torch.float64))
+    assert scores.grad[1].abs().sum() > 0
+    nothing = margin_balance_loss(scores, torch.full((6, 2), -1))
+    assert nothing.item() == 0.0
+    assert torch.equal(torch.autograd.grad(nothing, scores)[0], torch.zeros_like(scores))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_scores_that_are_not_finite_count_as_zero(poison):
+    clean = torch.rand(8, 5, generator=torch.Generator().manual_seed(2)) + 0.1
+    clean[3] = 0.0
+    clean[5, 2] = 0.0
+    ids = clean.topk(2, dim=1).indices
+    bad = torch.where(clean == 0, poison, clean).requires_grad_()
+    clean.requires_grad_()
+    loss, expected = margin_balance_loss(bad, ids), margin_balance_loss(clean, ids)
+    assert torch.equal(loss, expected)
+    (got,), (want,) = torch.autograd.grad(loss, bad), torch.autograd.grad(expected, clean)
+    assert torch.equal(got, torch.where(bad.isfinite(), want, 0.0))
+    assert torch.equal(got[3], torch.zeros(5))
+
+
+def test_scores_that_vanish_break_nothing():
+    logits = torch.tensor([[300.0, 0.0, -1.0], [0.0, 1.0, 400.0], [0.0, 1.0, 2.0]])
+    logits.requires_grad_()
+    for gate in ("softmax", "sigmoid"):
+        routing = route(logits, 2, gate=gate)  # the second best softmax score underflows to 0
+        loss = margin_balance_loss(routing.scores_TE, routing.expert_ids_TK)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        assert loss >= 1 - epsilon(0.2)
+        assert gradient.isfinite().all()
+
+
+def test_padding_of_anything_counts_nowhere():
+    scores = torch.rand(7, 4, generator=torch.Generator().manual_seed(4))
+    ids = scores.topk(2, dim=1).indices
+    padded = torch.cat([scores, torch.full((5, 4), math.nan)]).requires_grad_()
+    all_ids = torch.cat([ids, torch.tensor([[0, 1]] * 5)])
+    loss = margin_balance_loss(padded, all_ids, mask_T=torch.arange(12) < 7)
+    alone = margin_balance_loss(scores.requires_grad_(), ids)
+    torch.testing.assert_close(loss, alone)
+    (got,), (want,) = torch.autograd.grad(loss, padded), torch.autograd.grad(alone, scores)
+    torch.testing.assert_close(got[:7], want)
+    assert torch.equal(got[7:], torch.zeros(5, 4))
+    ones = torch.ones(7).bool()
+    assert torch.equal(margin_balance_loss(scores, ids, mask_T=ones), alone)
+    nothing = margin_balance_loss(scores, ids, mask_T=~ones)
+    assert nothing.item() == 0.0
+    assert margin_balance_loss(scores[:0], ids[:0]).item() == 0.0
+
+
+def test_permuting_tokens_or_experts_permutes_the_answer():
+    generator = torch.Generator().manual_seed(6)
+    scores = torch.rand(9, 6, generator=generator, dtype=torch.float64)
+    scores[4] = 0.5  # ties as well
+    ids = scores.topk(2, dim=1).indices
+    tokens, experts = torch.randperm(9, generator=generator), torch.randperm(6, generator=generator)
+    moved = scores[tokens][:, experts].requires_grad_()
+    loss = margin_balance_loss(scores.requires_grad_(), ids)
+    other = margin_balance_loss(moved, experts.argsort()[ids[tokens]])
+    torch.testing.assert_close(loss, other)
+    (plain,), (permuted,) = torch.autograd.grad(loss, scores), torch.autograd.grad(other, moved)
+    torch.testing.assert_close(plain[tokens][:, experts], permuted)
+
+
+def test_a_bias_moves_the_margins_with_the_selection():
+    # The bias hands expert 1 a token that expert 0 would have won clearly.
+    scores = torch.tensor([[0.7, 0.3]] * 4, dtype=torch.float64, requires_grad=True)
+    bias = torch.tensor([0.0, 0.4 + 1e-6], dtype=torch.float64, requires_grad=True)
+    ids = torch.ones(4, 1).long()
+    loss = margin_balance_loss(scores, ids, bias_E=bias)
+    (gradient,) = torch.autograd.grad(loss, scores)
+    # A margin of 1e-6 at a level of 0.5: slope 0.25 / 0.1 on both, E (f - 1/2) = +-1.
+    torch.testing.assert_close(gradient[0], torch.tensor([-1.25, 1.25]).double(), rtol=1e-4, atol=0)
+
+
+def test_precisions():
+    scores = torch.rand(6, 4)
+    ids = scores.topk(2, dim=1).indices
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        loss = margin_balance_loss(scores.to(dtype), ids)
+        assert loss.dtype == expected
+        assert loss.ndim == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"temperature": 0.0}, ValueError, "`temperature` must be positive and finite, got 0.0"),
+        ({"temperature": math.inf}, ValueError, "`temperature` must be positive and finite"),
+        ({"bias_E": torch.zeros(3)}, ValueError, r"`bias_E` must have shape \(4,\) on cpu, got"),
+        ({"bias_E": torch.zeros(4).int()}, TypeError, "`bias_E` must be a floating-point tensor"),
+        ({"num_sequences": 4}, ValueError, "`num_sequences` must divide the 6 tokens, got 4"),
+        (
+            {"fractions_BE": torch.ones(2, 4)},
+            ValueError,
+            r"`fractions_BE` must have shape \(`num_sequences`, experts\) = \(1, 4\) .* \(2, 4\)",
+        ),
+        (
+            {"fractions_BE": torch.ones(1, 4).int()},
+            TypeError,
+            "`fractions_BE` must be a floating-point tensor, got torch.int32; `route_fractions`",
+        ),
+        ({"expert_ids_TK": torch.full((6, 2), 4)}, ValueError, r"must be in \[-1, 4\)"),
+        ({"mask_T": torch.ones(6)}, TypeError, "`mask_T` must be bool"),
+    ],
+)
+def test_messages(arguments, error, message):
+    given_arguments = {
+        "scores_TE": torch.ones(6, 4),
+        "expert_ids_TK": torch.zeros(6, 2).long(),
+        **arguments,
+    }
+    with pytest.raises(error, match=message):
+        margin_balance_loss(**given_arguments)
