@@ -9,8 +9,11 @@ torch.set_num_threads(1)
 
 
 @st.composite
-def _any_schedule(draw: st.DrawFn) -> Schedule:
-    """Any placement of stages, any legal order: a random order of all actions, needs first."""
+def _any_schedule(draw: st.DrawFn, *, split: bool) -> Schedule:
+    """Any placement of stages, any legal order: a random order of all actions, needs first.
+
+    Where `split` is drawn, any backward may be split; its weight gradient comes at any later time.
+    """
     num_ranks = draw(st.integers(1, 4))
     num_stages = draw(st.integers(1, 6))
     num_microbatches = draw(st.integers(1, 4))
@@ -18,6 +21,8 @@ def _any_schedule(draw: st.DrawFn) -> Schedule:
         st.lists(st.integers(0, num_ranks - 1), min_size=num_stages, max_size=num_stages)
     )
     rows: list[list[Action]] = [[] for _ in range(num_ranks)]
+    split = split and draw(st.booleans())
+    deferred: list[Action] = []
     progress = [0] * num_microbatches  # a microbatch is a chain of 2 * num_stages actions
     unfinished = list(range(num_microbatches))
     while unfinished:
@@ -27,10 +32,16 @@ def _any_schedule(draw: st.DrawFn) -> Schedule:
             action = Action("forward", step, microbatch)
         else:
             action = Action("backward", 2 * num_stages - 1 - step, microbatch)
+            if split and draw(st.booleans()):
+                action = Action("input_gradient", action.stage, microbatch)
+                deferred.append(Action("weight_gradient", action.stage, microbatch))
         rows[placement[action.stage]].append(action)
         progress[microbatch] += 1
         if progress[microbatch] == 2 * num_stages:
             unfinished.remove(microbatch)
+        while deferred and (not unfinished or draw(st.booleans())):
+            late = deferred.pop(draw(st.integers(0, len(deferred) - 1)))
+            rows[placement[late.stage]].append(late)
     return Schedule(
         num_ranks=num_ranks,
         num_stages=num_stages,
@@ -43,7 +54,14 @@ def _any_schedule(draw: st.DrawFn) -> Schedule:
 
 @pytest.fixture(scope="session")
 def any_schedule() -> st.SearchStrategy[Schedule]:
-    return _any_schedule()
+    """Whole backwards, as the executor runs them."""
+    return _any_schedule(split=False)
+
+
+@pytest.fixture(scope="session")
+def any_split_schedule() -> st.SearchStrategy[Schedule]:
+    """Some backwards split, or none."""
+    return _any_schedule(split=True)
 
 
 @pytest.fixture(scope="session")

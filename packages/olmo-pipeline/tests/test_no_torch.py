@@ -15,10 +15,21 @@ def _imports_torch(code: str) -> bool:
 
 def test_schedules_do_not_import_torch():
     use = """
-from olmo_pipeline import interleaved_one_f_one_b, simulate, split_layers, validate
+import tempfile
+from olmo_pipeline import (
+    dual_pipe_v, gpipe, interleaved_one_f_one_b, load_schedule, lower_bound, plot, save_schedule,
+    search, simulate, split_layers, v_shape, validate, zero_bubble,
+)
 validate(interleaved_one_f_one_b(2, 3, 2))
 simulate(interleaved_one_f_one_b(2, 3, 2))
 split_layers(5, 2)
+for build in (dual_pipe_v, gpipe, v_shape, zero_bubble):
+    validate(build(2, 3))
+search(2, 3, tries=2)
+lower_bound(2, 3)
+with tempfile.TemporaryDirectory() as folder:
+    save_schedule(gpipe(2, 2), folder + "/a.json")
+    plot(load_schedule(folder + "/a.json"), folder + "/a.png")
 """
     assert not _imports_torch(use)
 

@@ -4,15 +4,39 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from olmo_pipeline import Action, interleaved_one_f_one_b, one_f_one_b, simulate
+from olmo_pipeline import (
+    Action,
+    dual_pipe_v,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    simulate,
+    v_shape,
+    zero_bubble,
+)
+
+BACKWARDS = ("backward", "input_gradient")
+HALVES = ("input_gradient", "weight_gradient")
 
 
-def _events(schedule, forward, backward, transfer):
+def _followers(action, last):
+    """Return all actions that may wait for this one; those not in the schedule never start."""
+    index = action.microbatch
+    if action.kind == "forward" and action.stage < last:
+        return [Action("forward", action.stage + 1, index)]
+    if action.kind == "weight_gradient":
+        return []
+    stage = action.stage - (action.kind != "forward")
+    following = [Action(kind, stage, index) for kind in BACKWARDS if stage >= 0]
+    if action.kind == "input_gradient":
+        following.append(Action("weight_gradient", action.stage, index))
+    return following
+
+
+def _events(schedule, costs, transfer):
     """Count by events, another way than `simulate`: a clock, arrivals and a queue of completions.
 
     Returns makespan and, per rank, the most activations that were alive at once in time.
     """
-    last = schedule.num_stages - 1
     queues = [list(row) for row in schedule.actions]
     arrivals = {rank: set() for rank in range(schedule.num_ranks)}
     arrivals[schedule.rank_of_stage[0]] |= {
@@ -28,7 +52,7 @@ def _events(schedule, forward, backward, transfer):
             if not running[rank] and queue and queue[0] in arrivals[rank]:
                 action = queue.pop(0)
                 running[rank] = True
-                cost = (forward if action.kind == "forward" else backward)[action.stage]
+                cost = costs[action.kind][action.stage]
                 if action.kind == "forward":
                     alive[rank] += 1
                     most[rank] = max(most[rank], alive[rank])
@@ -44,17 +68,13 @@ def _events(schedule, forward, backward, transfer):
         else:
             makespan = clock
             running[rank] = False
-            if action.kind == "backward":
+            if action.kind in ("backward", "weight_gradient"):
                 alive[rank] -= 1
-            if action.kind == "forward" and action.stage == last:
-                following = Action("backward", last, action.microbatch)
-            else:
-                stage = action.stage + (1 if action.kind == "forward" else -1)
-                following = Action(action.kind, stage, action.microbatch) if stage >= 0 else None
-            if following is not None:
-                to = schedule.rank_of_stage[following.stage]
-                delay = 0.0 if to == rank else transfer
-                heapq.heappush(events, (clock + delay, ticket, "arrive", to, following))
+            for other in _followers(action, schedule.num_stages - 1):
+                to = schedule.rank_of_stage[other.stage]
+                pair = min(action.stage, other.stage)
+                delay = 0.0 if to == rank else transfer[pair]
+                heapq.heappush(events, (clock + delay, ticket, "arrive", to, other))
                 ticket += 1
         if not events or events[0][0] > clock:
             start_what_can()
@@ -62,25 +82,43 @@ def _events(schedule, forward, backward, transfer):
     return makespan, tuple(most)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_simulate_equals_a_count_by_events(any_schedule, data):
+def test_simulate_equals_a_count_by_events(any_split_schedule, data):
+    small = st.integers(1, 4), st.integers(1, 6)
     schedule = data.draw(
         st.one_of(
-            any_schedule,
-            st.builds(interleaved_one_f_one_b, *map(st.integers, (1, 1, 1), (4, 6, 3))),
+            any_split_schedule,
+            st.builds(interleaved_one_f_one_b, *small, st.integers(1, 3)),
+            st.builds(zero_bubble, *small, st.sampled_from(["h1", "v"])),
+            st.builds(dual_pipe_v, *small),
+            st.builds(v_shape, *small),
         )
     )
-    cost = st.integers(1, 5).map(float)
-    stages = st.lists(cost, min_size=schedule.num_stages, max_size=schedule.num_stages)
-    forward, backward = data.draw(stages), data.draw(stages)
-    transfer = data.draw(st.integers(0, 4)) / 2
-    timeline = simulate(schedule, forward=forward, backward=backward, transfer=transfer)
-    makespan, most = _events(schedule, forward, backward, transfer)
+    count = schedule.num_stages
+    stages = st.lists(st.integers(1, 5).map(float), min_size=count, max_size=count)
+    costs = {kind: data.draw(stages) for kind in ("forward", "backward", *HALVES)}
+    delays = st.integers(0, 4).map(lambda halves: halves / 2)
+    transfer = data.draw(st.lists(delays, min_size=count - 1, max_size=count - 1))
+    timeline = simulate(schedule, **costs, transfer=transfer)
+    makespan, most = _events(schedule, costs, transfer)
     assert timeline.makespan == makespan
     assert timeline.peak_live_per_rank == most
-    work = (sum(forward) + sum(backward)) * schedule.num_microbatches
+    work = sum(costs[a.kind][a.stage] for row in schedule.actions for a in row)
     assert timeline.bubble == pytest.approx(1 - work / (schedule.num_ranks * makespan), abs=1e-12)
+    for rank, peak in enumerate(most):
+        steps = timeline.live_over_time(rank)
+        assert (steps[-1][1], max(live for _, live in steps)) == (0, peak)
+        assert all(a[0] < b[0] and a[1] != b[1] for a, b in pairwise(steps))
+
+
+def test_live_activations_over_time():
+    timeline = simulate(one_f_one_b(2, 2))
+    # F0.0 [0, 1], F0.1 [1, 2], B0.0 [4, 6], B0.1 [7, 9]
+    assert timeline.live_over_time(0) == ((0.0, 1), (1.0, 2), (6.0, 1), (9.0, 0))
+    assert timeline.live_over_time(1) == ((0.0, 0), (1.0, 1), (7.0, 0))
+    split = simulate(zero_bubble(1, 1), input_gradient=2.0, weight_gradient=3.0)
+    assert split.live_over_time(0) == ((0.0, 1), (6.0, 0))
 
 
 @settings(deadline=None, max_examples=20)
@@ -97,6 +135,17 @@ def test_spans_hold_every_action_once_and_never_overlap(any_schedule, data):
             assert before.end <= after.start
 
 
+def test_halves_of_a_backward_cost_what_is_left():
+    def makespan(**options):
+        return simulate(zero_bubble(1, 1), forward=1.0, **options).makespan
+
+    assert makespan(backward=3.0) == 4.0
+    assert makespan(backward=3.0, input_gradient=1.0) == 4.0
+    assert makespan(backward=3.0, weight_gradient=0.5) == 4.0
+    assert makespan(input_gradient=5.0, weight_gradient=0.5) == 6.5
+    assert simulate(zero_bubble(2, 1), backward=2.0, input_gradient=1.5).makespan == 5.5
+
+
 def test_a_transfer_delays_other_ranks_only():
     assert simulate(one_f_one_b(2, 1), transfer=0.5).makespan == 1 + 0.5 + 1 + 2 + 0.5 + 2
     assert simulate(interleaved_one_f_one_b(1, 1, 2), transfer=0.5).makespan == 6.0
@@ -109,6 +158,9 @@ def test_a_transfer_delays_other_ranks_only():
         ({"backward": float("nan")}, "`backward` must be positive and finite, got nan"),
         ({"forward": [1.0]}, r"`forward` must be one number or one per stage \(2\), got 1"),
         ({"transfer": -1.0}, "`transfer` must be finite and not below 0, got -1.0"),
+        ({"transfer": [0, 0]}, r"`transfer` must be .* one per pair of stages \(1\), got 2"),
+        ({"input_gradient": 2.0}, "`weight_gradient` must be positive, what is left .* is 0.0"),
+        ({"weight_gradient": 3.0}, "`input_gradient` must be positive, what is left .* is -1.0"),
     ],
 )
 def test_costs_are_checked(options, message):

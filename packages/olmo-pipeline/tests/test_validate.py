@@ -3,7 +3,16 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from olmo_pipeline import interleaved_one_f_one_b, one_f_one_b, validate
+from olmo_pipeline import (
+    dual_pipe_v,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    simulate,
+    v_shape,
+    validate,
+    zero_bubble,
+)
 
 
 def _plant(schedule, row, actions):
@@ -14,14 +23,26 @@ def _plant(schedule, row, actions):
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_every_legal_order_validates(any_schedule, data):
-    validate(data.draw(any_schedule))
+def test_every_legal_order_validates(any_split_schedule, data):
+    validate(data.draw(any_split_schedule))
 
 
 @st.composite
 def _standard(draw):
-    sizes = draw(st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3)))
-    return interleaved_one_f_one_b(*sizes)
+    num_ranks, num_microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    build = draw(
+        st.sampled_from(
+            [
+                gpipe,
+                v_shape,
+                dual_pipe_v,
+                lambda p, m: zero_bubble(p, m, "h1"),
+                lambda p, m: zero_bubble(p, m, "v"),
+                *(lambda p, m, v=v: interleaved_one_f_one_b(p, m, v) for v in (1, 2, 3)),
+            ]
+        )
+    )
+    return build(num_ranks, num_microbatches)
 
 
 @settings(deadline=None, max_examples=30)
@@ -61,11 +82,64 @@ def test_a_backward_before_its_forward_is_caught(schedule, data):
     rank = data.draw(st.integers(0, schedule.num_ranks - 1))
     row = list(schedule.actions[rank])
     forward = data.draw(st.sampled_from([a for a in row if a.kind == "forward"]))
-    backward = dataclasses.replace(forward, kind="backward")
+    backward = next(
+        dataclasses.replace(forward, kind=kind)
+        for kind in ("backward", "input_gradient")
+        if dataclasses.replace(forward, kind=kind) in row
+    )
     i, j = row.index(forward), row.index(backward)
     row[i], row[j] = backward, forward
     with pytest.raises(ValueError, match=rf"^rank {rank}: \S+ stands before \S+, which it needs"):
         validate(_plant(schedule, rank, row))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 4), st.integers(1, 6), st.data())
+def test_a_weight_gradient_before_its_input_gradient_is_caught(num_ranks, count, data):
+    schedule = zero_bubble(num_ranks, count, data.draw(st.sampled_from(["h1", "v"])))
+    rank = data.draw(st.integers(0, num_ranks - 1))
+    row = list(schedule.actions[rank])
+    weights = data.draw(st.sampled_from([a for a in row if a.kind == "weight_gradient"]))
+    inputs = dataclasses.replace(weights, kind="input_gradient")
+    row.remove(weights)
+    row.insert(row.index(inputs), weights)
+    with pytest.raises(
+        ValueError, match=rf"^rank {rank}: {weights} stands before {inputs}, which it needs"
+    ):
+        validate(_plant(schedule, rank, row))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_the_peak_is_proved(any_split_schedule, data):
+    schedule = data.draw(any_split_schedule)
+    peaks = simulate(schedule).peak_live_per_rank
+    validate(schedule, max_live=peaks)
+    validate(schedule, max_live=max(peaks))
+    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
+    if peaks[rank] > 0:
+        less = [peak - (at == rank) for at, peak in enumerate(peaks)]
+        message = (
+            rf"^rank {rank}: F\S+ makes {peaks[rank]} live activations, `max_live` is "
+            rf"{peaks[rank] - 1}\."
+        )
+        with pytest.raises(ValueError, match=message):
+            validate(schedule, max_live=less)
+
+
+def test_max_live_has_one_number_per_rank():
+    with pytest.raises(ValueError, match=r"`max_live` .* one per rank \(2\), got 3"):
+        validate(one_f_one_b(2, 2), max_live=[1, 2, 3])
+
+
+def test_a_backward_is_whole_or_split(parse_rows):
+    with pytest.raises(ValueError, match=r"^rank 0: B0.0 is whole, I0.0 must not stand beside it"):
+        validate(parse_rows((0,), 1, "F0.0 B0.0 I0.0 W0.0"))
+    with pytest.raises(ValueError, match=r"^rank 0: W0.0 is missing\.$"):
+        validate(parse_rows((0,), 1, "F0.0 I0.0"))
+    with pytest.raises(ValueError, match=r"^rank 0: I0.0 is missing\.$"):
+        validate(parse_rows((0,), 1, "F0.0 W0.0"))
+    validate(parse_rows((0, 1), 2, "F0.0 F0.1 B0.0 I0.1 W0.1", "F1.0 I1.0 F1.1 B1.1 W1.0"))
 
 
 def test_chunks_of_one_rank_keep_their_order(parse_rows):

@@ -28,7 +28,7 @@ from ._perform import Pass
 from ._perform import PipelineResult as PipelineResult
 from ._perform import StageFunction as StageFunction
 from ._schedule import Schedule
-from ._validate import validate
+from ._validate import require_whole_backward, validate
 
 Shape = Sequence[int] | Callable[[Any], Sequence[int]]
 
@@ -52,9 +52,9 @@ class PipelineExecutor:
         timeout: How long a send or receive may wait for its peer.
 
     Raises:
-        ValueError: If the schedule is not valid, `stages` are not those of this rank, the group has
-            another size than the schedule, `device` is neither CPU nor CUDA, `dtype` is not a
-            floating type, or ranks bring different schedules.
+        ValueError: If the schedule is not valid or splits a backward, `stages` are not those of
+            this rank, the group has another size than the schedule, `device` is neither CPU nor
+            CUDA, `dtype` is not a floating type, or ranks bring different schedules.
         RuntimeError: If several ranks are asked for and torch.distributed is not initialised.
 
     Note:
@@ -79,6 +79,7 @@ class PipelineExecutor:
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         validate(schedule)
+        require_whole_backward(schedule)
         self._schedule = schedule
         self._device = torch.device(device)
         self._dtype = dtype

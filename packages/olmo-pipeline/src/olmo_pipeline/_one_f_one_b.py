@@ -17,6 +17,7 @@ Sources: D. Narayanan et al., "Efficient Large-Scale Language Model Training on 
 Megatron-LM", 2021, section 2.2; Megatron-LM, `megatron/core/pipeline_parallel/schedules.py`.
 """
 
+from ._placement import at_least_one
 from ._schedule import Action, Schedule
 
 
@@ -35,7 +36,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     Raises:
         ValueError: If an argument is below 1.
     """
-    _at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches)
     actions = []
     for rank in range(num_ranks):
         forwards = [Action("forward", rank, index) for index in range(num_microbatches)]
@@ -72,7 +73,7 @@ def interleaved_one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: i
     Raises:
         ValueError: If an argument is below 1.
     """
-    _at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
     if num_chunks == 1:
         return one_f_one_b(num_ranks, num_microbatches)
     num_rounds = -(-num_microbatches // num_ranks)
@@ -113,9 +114,3 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         order += [forward, backward]
     return tuple(order + backwards[len(forwards) - warm_up :])
-
-
-def _at_least_one(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {size}.")

@@ -7,9 +7,12 @@ microbatch 5). Data flows
 
     F0.i -> F1.i -> ... -> F(S-1).i -> B(S-1).i -> ... -> B1.i -> B0.i
 
-and everything else about a pipeline (who sends what to whom, when memory is free, how long it
-takes) follows from the lists. So the lists are all that a schedule is: print it, edit it, save it
-as text.
+A backward may be split: `I2.5` computes the gradient of the stage's input, which is all that stage
+1 waits for, and `W2.5` the gradients of its weights, at any later time. `B` is `I` and `W` at once;
+each stage and microbatch has either the one or the two.
+
+Everything else about a pipeline (who sends what to whom, when memory is free, how long it takes)
+follows from the lists. So the lists are all that a schedule is: print it, edit it, save it as text.
 """
 
 import re
@@ -17,17 +20,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["forward", "backward"]
-_LETTER: dict[str, str] = {"forward": "F", "backward": "B"}
-_KIND: dict[str, Kind] = {"F": "forward", "B": "backward"}
+Kind = Literal["forward", "backward", "input_gradient", "weight_gradient"]
+_LETTER: dict[str, str] = {
+    "forward": "F",
+    "backward": "B",
+    "input_gradient": "I",
+    "weight_gradient": "W",
+}
+_KIND: dict[str, Kind] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input_gradient",
+    "W": "weight_gradient",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """The forward or backward of one stage on one microbatch.
+    """The forward, the backward or one half of the backward of one stage on one microbatch.
 
     Args:
-        kind: `"forward"` or `"backward"` (the whole backward: input and weight gradients).
+        kind: `"forward"`; `"backward"` (the whole backward: input and weight gradients);
+            `"input_gradient"` or `"weight_gradient"` (the halves of a split backward).
         stage: Global stage index, in [0, num_stages).
         microbatch: Index in the batch, in [0, num_microbatches).
 
@@ -41,7 +55,7 @@ class Action:
 
     def __post_init__(self) -> None:
         if self.kind not in _LETTER:
-            raise ValueError(f'`kind` must be "forward" or "backward", got {self.kind!r}.')
+            raise ValueError(f"`kind` must be one of {list(_LETTER)}, got {self.kind!r}.")
         if self.stage < 0 or self.microbatch < 0:
             raise ValueError(
                 f"`stage` and `microbatch` must not be negative, got {self.stage} and "
@@ -56,30 +70,49 @@ class Action:
         """Read the short form, such as `F2.5`.
 
         Raises:
-            ValueError: If `text` is not `F` or `B`, a stage, a dot and a microbatch.
+            ValueError: If `text` is not one of `F B I W`, a stage, a dot and a microbatch.
         """
-        match = re.fullmatch(r"([FB])(\d+)\.(\d+)", text, re.ASCII)
+        match = re.fullmatch(r"([FBIW])(\d+)\.(\d+)", text, re.ASCII)
         if match is None:
-            raise ValueError(f"an action must read like `F2.5` or `B2.5`, got {text!r}.")
+            raise ValueError(f"an action must read like `F2.5`, with F, B, I or W, got {text!r}.")
         return cls(_KIND[match[1]], int(match[2]), int(match[3]))
 
 
 def source_of(action: Action, num_stages: int) -> Action | None:
     """Return the action whose output `action` takes in, or None where the pipeline begins.
 
-    A backward of the last stage takes in no gradient: it begins with the loss of its own forward.
+    A backward of the last stage takes in no gradient: it begins with the loss of its own forward. A
+    gradient goes by the name of the whole backward, whichever of `B` and `I` computes it (see
+    `results_of`). A weight gradient takes in nothing from another stage.
     """
-    stage = action.stage + (-1 if action.kind == "forward" else 1)
-    return Action(action.kind, stage, action.microbatch) if 0 <= stage < num_stages else None
+    if action.kind == "weight_gradient":
+        return None
+    if action.kind == "forward":
+        return Action("forward", action.stage - 1, action.microbatch) if action.stage > 0 else None
+    stage = action.stage + 1
+    return Action("backward", stage, action.microbatch) if stage < num_stages else None
 
 
 def needs_of(action: Action, num_stages: int) -> Iterator[Action]:
-    """Yield the actions that must have ended before `action` begins."""
-    if action.kind == "backward":
+    """Yield the results (see `results_of`) that must be there before `action` begins."""
+    if action.kind == "weight_gradient":
+        yield Action("input_gradient", action.stage, action.microbatch)
+        return
+    if action.kind != "forward":
         yield Action("forward", action.stage, action.microbatch)
     source = source_of(action, num_stages)
     if source is not None:
         yield source
+
+
+def results_of(action: Action) -> tuple[Action, ...]:
+    """Return the names under which others may need what `action` computes.
+
+    An input gradient is what a whole backward would have sent, so it counts as one as well.
+    """
+    if action.kind == "input_gradient":
+        return action, Action("backward", action.stage, action.microbatch)
+    return (action,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +175,11 @@ class Schedule:
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"`rank` must be in [0, {self.num_ranks}), got {rank}.")
         return tuple(stage for stage, holder in enumerate(self.rank_of_stage) if holder == rank)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether any backward is split into input and weight gradients."""
+        return any(action.kind == "input_gradient" for row in self.actions for action in row)
 
     def to_text(self) -> str:
         """Return the schedule as text that a person can read and `from_text` takes back."""

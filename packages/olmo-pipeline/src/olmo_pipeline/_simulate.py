@@ -7,19 +7,20 @@ come:
                     max over needs n of  end(n) + (transfer if n is on another rank else 0) )
 
 The makespan is the last end; the bubble is the idle share of all rank-time,
-`1 - sum(durations) / (num_ranks * makespan)`. Memory does not depend on time: on each rank it is
-the greatest number of forwards whose backward has not been performed, counted along its list.
+`1 - sum(durations) / (num_ranks * makespan)`. That counts the stagger of the ranks' starts and
+ends too, which papers on zero bubbles leave out. The peak of memory does not depend on time: on
+each rank it is the greatest number of forwards whose backward (or weight gradient, where the
+backward is split) has not been performed, counted along its list.
 
 This is a lower bound for a machine: it knows no launch time, no contention and no late kernels.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ._schedule import Action, Schedule, needs_of
-from ._validate import replay, validate
+from ._costs import Cost, Costs
+from ._schedule import Action, Schedule, needs_of, results_of
+from ._validate import live_after, replay, validate
 
 
 class Span(NamedTuple):
@@ -39,43 +40,79 @@ class Timeline:
         makespan: Time from the first start to the last end, in the unit of the given costs.
         bubble: Idle share of all rank-time, in [0, 1).
         peak_live_per_rank: For each rank, the most forwards of its chunks not yet consumed by their
-            backward.
+            backward (its weight gradient, where the backward is split).
         spans: Every action with its start and end, by rank and then by start.
+        schedule: What was laid out.
     """
 
     makespan: float
     bubble: float
     peak_live_per_rank: tuple[int, ...]
     spans: tuple[Span, ...]
+    schedule: Schedule
+
+    def spans_of(self, rank: int) -> tuple[Span, ...]:
+        """Return what `rank` performs, in order."""
+        return tuple(span for span in self.spans if span.rank == rank)
+
+    def live_over_time(self, rank: int) -> tuple[tuple[float, int], ...]:
+        """Return (time, activations live from then on), a step each time the number changes.
+
+        An activation counts from the start of its forward to the end of its backward.
+        """
+        changes: dict[float, int] = {0.0: 0}
+        for span in self.spans_of(rank):
+            if span.action.kind == "forward":
+                changes[span.start] = changes.get(span.start, 0) + 1
+            elif span.action.kind != "input_gradient":
+                changes[span.end] = changes.get(span.end, 0) - 1
+        steps, live = [], 0
+        for time in sorted(changes):
+            live += changes[time]
+            if not steps or steps[-1][1] != live:
+                steps.append((time, live))
+        return tuple(steps)
 
 
 def simulate(
     schedule: Schedule,
     *,
-    forward: float | Sequence[float] = 1.0,
-    backward: float | Sequence[float] = 2.0,
-    transfer: float = 0.0,
+    forward: Cost = 1.0,
+    backward: Cost = 2.0,
+    input_gradient: Cost | None = None,
+    weight_gradient: Cost | None = None,
+    transfer: Cost = 0.0,
 ) -> Timeline:
     """Lay a schedule out in time.
 
     Args:
         schedule: A valid schedule.
         forward: Cost of one forward: one number, or one per stage. Positive.
-        backward: Cost of one backward, likewise.
-        transfer: Time that a message between different ranks takes, not below 0. It delays only the
-            action that takes the message in.
+        backward: Cost of one whole backward, likewise.
+        input_gradient: Cost of one input gradient, likewise; None for half of `backward`.
+        weight_gradient: Cost of one weight gradient, likewise; None for the rest of `backward`.
+        transfer: Time that a message between neighbouring stages on different ranks takes: one
+            number or one per pair of stages, not below 0. It delays only the action that takes the
+            message in.
 
     Raises:
         ValueError: If the schedule is not valid, a cost is not positive and finite, or a sequence
-            of costs has another length than `num_stages`.
+            of costs has another length than `num_stages` (one less for `transfer`).
     """
+    costs = Costs(
+        forward=forward,
+        backward=backward,
+        input_gradient=input_gradient,
+        weight_gradient=weight_gradient,
+        transfer=transfer,
+    )
+    return lay_out(schedule, costs)
+
+
+def lay_out(schedule: Schedule, costs: Costs) -> Timeline:
+    """Do what `simulate` does, with costs in one object."""
     validate(schedule)
-    costs = {
-        "forward": _stage_costs("forward", forward, schedule.num_stages),
-        "backward": _stage_costs("backward", backward, schedule.num_stages),
-    }
-    if not (transfer >= 0 and math.isfinite(transfer)):
-        raise ValueError(f"`transfer` must be finite and not below 0, got {transfer}.")
+    by_stage = costs.by_stage(schedule.num_stages)
     ends: dict[Action, float] = {}
     free = [0.0] * schedule.num_ranks
     busy = 0.0
@@ -83,36 +120,21 @@ def simulate(
     for rank, action in replay(schedule):
         start = free[rank]
         for need in needs_of(action, schedule.num_stages):
-            same_rank = schedule.rank_of_stage[need.stage] == rank
-            start = max(start, ends[need] + (0.0 if same_rank else transfer))
-        duration = costs[action.kind][action.stage]
-        ends[action] = free[rank] = start + duration
+            delay = 0.0
+            if schedule.rank_of_stage[need.stage] != rank:
+                delay = by_stage.transfer_between(need.stage, action.stage)
+            start = max(start, ends[need] + delay)
+        duration = by_stage.actions[action.kind][action.stage]
+        free[rank] = start + duration
+        for result in results_of(action):
+            ends[result] = free[rank]
         busy += duration
         spans.append(Span(rank, action, start, free[rank]))
     makespan = max(free)
     return Timeline(
         makespan=makespan,
         bubble=max(0.0, 1.0 - busy / (schedule.num_ranks * makespan)),
-        peak_live_per_rank=tuple(map(_peak_live, schedule.actions)),
+        peak_live_per_rank=tuple(max(live_after(row), default=0) for row in schedule.actions),
         spans=tuple(sorted(spans, key=lambda span: (span.rank, span.start))),
+        schedule=schedule,
     )
-
-
-def _peak_live(actions: Sequence[Action]) -> int:
-    live = peak = 0
-    for action in actions:
-        live += 1 if action.kind == "forward" else -1
-        peak = max(peak, live)
-    return peak
-
-
-def _stage_costs(name: str, given: float | Sequence[float], num_stages: int) -> tuple[float, ...]:
-    costs = tuple(given) if isinstance(given, Sequence) else (given,) * num_stages
-    if len(costs) != num_stages:
-        raise ValueError(
-            f"`{name}` must be one number or one per stage ({num_stages}), got {len(costs)}."
-        )
-    for cost in costs:
-        if not (cost > 0 and math.isfinite(cost)):
-            raise ValueError(f"`{name}` must be positive and finite, got {cost}.")
-    return costs

@@ -34,9 +34,10 @@ def split_layers(
     Args:
         num_layers: Layers L.
         num_stages: Stages, in [1, L].
-        first_extra: Cost of what the first stage does besides its layers (embedding), in layers.
-        last_extra: Cost of what the last stage does besides its layers (head and loss), in layers.
-        costs: Cost of each layer, L numbers not below 0; all 1 when None.
+        first_extra: Cost of what the first stage does besides its layers (embedding), in the
+            unit of `costs`.
+        last_extra: Cost of what the last stage does besides its layers (head and loss), likewise.
+        costs: Cost of each layer, L numbers not below 0, measured or given; all 1 when None.
 
     Returns:
         One non-empty range per stage; together they are `range(num_layers)`.

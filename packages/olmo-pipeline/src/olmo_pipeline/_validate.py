@@ -13,32 +13,72 @@ goes on only when both have been exchanged. Plain 1F1B passes. An interleaved sc
 rank offers an activation that its neighbour uses only after several other actions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from ._schedule import Action, Schedule, needs_of, source_of
+from ._schedule import Action, Schedule, needs_of, results_of, source_of
 
 
-def validate(schedule: Schedule, *, sends: Literal["eager", "blocking"] = "eager") -> None:
+def validate(
+    schedule: Schedule,
+    *,
+    sends: Literal["eager", "blocking"] = "eager",
+    max_live: int | Sequence[int] | None = None,
+) -> None:
     """Raise unless every rank can perform its actions to the end.
 
     Args:
         schedule: Any schedule, from a builder or from hand-written text.
         sends: How a runtime sends; see the module's text. `"eager"` is the executor's way.
+        max_live: The most activations that a rank may keep at once, one number or one per rank: the
+            forwards of its chunks whose backward (the weight gradient, where it is split) has not
+            ended. None for any number.
 
     Raises:
         ValueError: If an action is unknown, stands on a rank that does not hold its stage, appears
-            twice, is missing, or stands before one of the same rank that it needs; or if the ranks
-            wait for each other. The message names rank and action.
+            twice, is missing, or stands before one of the same rank that it needs; if a rank keeps
+            more than `max_live`; or if the ranks wait for each other. The message names rank and
+            action.
     """
     if sends not in ("eager", "blocking"):
         raise ValueError(f'`sends` must be "eager" or "blocking", got {sends!r}.')
     _check_places(schedule)
     _check_order(schedule)
+    if max_live is not None:
+        _check_live(schedule, per_rank("max_live", max_live, schedule.num_ranks))
     for _ in replay(schedule):
         pass
     if sends == "blocking":
         _check_rendezvous(schedule)
+
+
+def require_whole_backward(schedule: Schedule) -> None:
+    """Raise if a backward is split.
+
+    Raises:
+        ValueError: If an action is an input or weight gradient; the message names the first one.
+    """
+    for rank, row in enumerate(schedule.actions):
+        for action in row:
+            if action.kind in ("input_gradient", "weight_gradient"):
+                raise ValueError(
+                    f"every backward must be whole to be executed, got {action} on rank {rank}; "
+                    f"take a schedule without split backward."
+                )
+
+
+def per_rank(name: str, given: int | Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    """Return one number per rank.
+
+    Raises:
+        ValueError: If a sequence has another length than `num_ranks`.
+    """
+    numbers = tuple(given) if isinstance(given, Sequence) else (given,) * num_ranks
+    if len(numbers) != num_ranks:
+        raise ValueError(
+            f"`{name}` must be one number or one per rank ({num_ranks}), got {len(numbers)}."
+        )
+    return numbers
 
 
 def replay(schedule: Schedule) -> Iterator[tuple[int, Action]]:
@@ -57,7 +97,7 @@ def replay(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                 action = actions[positions[rank]]
                 if any(need not in done for need in needs_of(action, schedule.num_stages)):
                     break
-                done.add(action)
+                done.update(results_of(action))
                 positions[rank] += 1
                 moved = True
                 yield rank, action
@@ -95,10 +135,25 @@ def _check_places(schedule: Schedule) -> None:
             seen.add(action)
     for stage, rank in enumerate(schedule.rank_of_stage):
         for microbatch in range(schedule.num_microbatches):
-            for kind in ("forward", "backward"):
-                action = Action(kind, stage, microbatch)
-                if action not in seen:
-                    raise ValueError(f"rank {rank}: {action} is missing.")
+            _check_complete(rank, stage, microbatch, seen)
+
+
+def _check_complete(rank: int, stage: int, microbatch: int, seen: set[Action]) -> None:
+    forward = Action("forward", stage, microbatch)
+    whole = Action("backward", stage, microbatch)
+    halves = (
+        Action("input_gradient", stage, microbatch),
+        Action("weight_gradient", stage, microbatch),
+    )
+    if forward not in seen:
+        raise ValueError(f"rank {rank}: {forward} is missing.")
+    split = [half for half in halves if half in seen]
+    if whole in seen and split:
+        raise ValueError(f"rank {rank}: {whole} is whole, {split[0]} must not stand beside it.")
+    if whole not in seen:
+        for action in halves if split else (whole,):
+            if action not in seen:
+                raise ValueError(f"rank {rank}: {action} is missing.")
 
 
 def _check_order(schedule: Schedule) -> None:
@@ -108,7 +163,32 @@ def _check_order(schedule: Schedule) -> None:
             for need in needs_of(action, schedule.num_stages):
                 if schedule.rank_of_stage[need.stage] == rank and need not in before:
                     raise ValueError(f"rank {rank}: {action} stands before {need}, which it needs.")
-            before.add(action)
+            before.update(results_of(action))
+
+
+def _check_live(schedule: Schedule, max_live: Sequence[int]) -> None:
+    for rank, actions in enumerate(schedule.actions):
+        for action, live in zip(actions, live_after(actions), strict=True):
+            if live > max_live[rank]:
+                raise ValueError(
+                    f"rank {rank}: {action} makes {live} live activations, `max_live` is "
+                    f"{max_live[rank]}."
+                )
+
+
+def live_after(actions: Sequence[Action]) -> Iterator[int]:
+    """Yield, for each action of a rank, how many activations it keeps once that has ended.
+
+    An activation is live from its forward to its backward, or to its weight gradient where the
+    backward is split: the weight gradients of linear layers need the layers' inputs.
+    """
+    live = 0
+    for action in actions:
+        if action.kind == "forward":
+            live += 1
+        elif action.kind != "input_gradient":
+            live -= 1
+        yield live
 
 
 def _check_rendezvous(schedule: Schedule) -> None:
@@ -117,6 +197,7 @@ def _check_rendezvous(schedule: Schedule) -> None:
     offered: dict[Action, int] = {}  # who takes a message that still waits -> the rank offering it
     taken: set[Action] = set()  # consumers whose message has arrived
     consumers = {source_of(a, schedule.num_stages): a for row in schedule.actions for a in row}
+    consumers.pop(None, None)
 
     def next_action(rank: int) -> Action | None:
         row = schedule.actions[rank]
@@ -139,7 +220,7 @@ def _check_rendezvous(schedule: Schedule) -> None:
                 continue
             positions[rank] += 1
             moved = True
-            consumer = consumers.get(action)
+            consumer = next((consumers[r] for r in results_of(action) if r in consumers), None)
             if consumer is not None and schedule.rank_of_stage[consumer.stage] != rank:
                 offered[consumer] = rank
     stuck = [
