@@ -44,6 +44,9 @@ def _summary(rows: list[Row]) -> str:
     lines = [
         "# Bubble and peak of every schedule",
         "",
+        "Made by `python packages/olmo-pipeline/benchmarks`. Counts, not timings: the search has a "
+        "fixed seed, so that every machine gets the same.",
+        "",
         "Forward, input gradient and weight gradient cost 1 unit a stage of two chunks a rank (2 "
         "units with one chunk). Idle: makespan less the work of a rank, in units. Peak: live "
         "activations on the fullest rank, in stages of two chunks a rank. In brackets the "

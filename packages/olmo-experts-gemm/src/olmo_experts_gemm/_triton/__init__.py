@@ -6,6 +6,7 @@
 - `row_product`: `y = x @ w[e].T`, rows in and rows out.
 - `up_product`: rows gathered from tokens, the first product, and the activation behind it.
 - `down_gradient`: the gradient of the second product and of the activation.
+- `expert_sums`: what biases need, sums over an expert's rows and a vector for each of them.
 - `weight_gradient`: `dw[e] = dy_e.T @ x_e`.
 - `activation`, `collect`, `sort_routes`: element-wise formulas, the sum over a token's rows, and
   the order of the routes.

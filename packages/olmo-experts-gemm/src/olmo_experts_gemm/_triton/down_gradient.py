@@ -11,8 +11,8 @@ of the row, one pass over the saved pre-activations yields the rest of backward:
 so neither `a` nor the rows of the output are kept from forward (SonicMoE, arXiv:2512.14080).
 
 The pass is a kernel of its own. In the epilogue of the product, where it would save writing and
-reading `g`, it does not overlap with the tensor cores of a plain Triton program, and took half as
-long again on an H200.
+reading `g`, nothing of it overlaps with the tensor cores in a plain Triton program, which costs
+more than the memory traffic does.
 """
 
 import torch
