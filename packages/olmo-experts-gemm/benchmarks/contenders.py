@@ -108,7 +108,10 @@ def our_route(x_TD: Tensor, wg_ED: Tensor, K: int) -> tuple[Tensor, Tensor]:
     if importlib.util.find_spec("olmo_routing") is None:
         return route(x_TD, wg_ED, K)
     routing = importlib.import_module("olmo_routing").route(
-        torch.nn.functional.linear(x_TD, wg_ED), K, gate="softmax_topk"
+        torch.nn.functional.linear(x_TD, wg_ED),
+        K,
+        gate="softmax_topk",
+        impl="triton" if x_TD.is_cuda else "reference",
     )
     return routing.expert_ids_TK, routing.weights_TK
 

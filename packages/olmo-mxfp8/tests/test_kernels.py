@@ -128,12 +128,12 @@ def test_addresses_past_32_bits():
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_nothing_waits_for_the_device():
     x = torch.randn(128, 256, device=DEVICE)
-    dequantize(quantize(x))
-    quantize_both(x)
+    dequantize(quantize(x, impl="triton"), impl="triton")
+    quantize_both(x, impl="triton")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        dequantize(quantize(x))
-        quantize_both(x)
+        dequantize(quantize(x, impl="triton"), impl="triton")
+        quantize_both(x, impl="triton")
     finally:
         torch.cuda.set_sync_debug_mode("default")

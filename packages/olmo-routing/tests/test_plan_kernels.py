@@ -100,7 +100,7 @@ def test_the_operators_keep_the_rules_of_torch(device):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_equals_eager(device, dynamic):
-    impl = "triton" if INTERPRETED else "auto"
+    impl = "triton"
 
     def run(logits):
         plan = plan_rows(route(logits, 2, impl=impl).expert_ids_TK, 8, align=4, impl=impl)

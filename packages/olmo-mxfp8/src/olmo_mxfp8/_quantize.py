@@ -44,8 +44,8 @@ def quantize(
             rule of the OCP specification, can be one lower and saturates the top of such a block.
         granularity: 32, or 128: four adjacent blocks share a scale, which is written four times.
         impl: `"reference"` is plain torch, `"triton"` one kernel on CUDA of compute capability 8.0
-            or newer, with the same bits. `"auto"` is `"triton"` on CUDA where it can run and
-            `"reference"` everywhere else.
+            or newer, with the same bits. `"auto"` is `"reference"`: the kernels have not run on
+            a GPU yet.
 
     Returns:
         Codes and scale bytes, contiguous. They carry no gradient; `mx_linear` is differentiable.
