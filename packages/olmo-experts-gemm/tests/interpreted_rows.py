@@ -45,15 +45,17 @@ def test_sort_routes_of_few_and_many_experts(E: int) -> None:
     _assert_sorted(ids_TK.T, E)
 
 
-@pytest.mark.parametrize("E", [16, 200, 512, 2048])
-def test_sort_routes_does_not_depend_on_its_blocks(E: int) -> None:
-    # The more experts, the smaller the block of routes: from 256 down to 16.
-    ids_TK = torch.randint(-1, 16, (150, 2), generator=torch.Generator().manual_seed(1))
-    _assert_sorted(ids_TK, E)
+@pytest.mark.parametrize("programs", [1, 2, 1000])
+def test_sort_routes_does_not_depend_on_its_blocks(
+    programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sorting, "_PROGRAMS", programs)  # blocks of 512, 256 and 64 routes
+    ids_TK = torch.randint(-1, 200, (150, 2), generator=torch.Generator().manual_seed(1))
+    _assert_sorted(ids_TK, 200)
 
 
-def test_sort_routes_scans_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sorting, "_BLOCKS", 2)
+def test_sort_routes_adds_up_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sorting, "_TABLE", 1)  # 4 blocks a step, of 7
     ids_TK = torch.randint(-1, 300, (220, 2), generator=torch.Generator().manual_seed(1))
     _assert_sorted(ids_TK, 300)
 

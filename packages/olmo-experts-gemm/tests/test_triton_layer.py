@@ -54,9 +54,11 @@ def _on_cpu(tensors):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("copied", [False, True], ids=["gathered", "copied"])
 def test_a_layer_errs_at_most_twice_as_much_as_plain_torch(
-    oracle, run, assert_twice_as_good, device, activation, bias, dtype
+    oracle, run, assert_twice_as_good, device, copied, activation, bias, dtype, monkeypatch
 ):
+    monkeypatch.setattr("olmo_experts_gemm._triton.tiling.copies_rows", lambda x, H: copied)
     ids = make_routes()
     tensors, dy = make_tensors(device, dtype, activation, bias)
 

@@ -286,7 +286,8 @@ def test_vmap_runs_one_call_after_another(device, asked):
                 torch.autograd.grad((v * dy).sum(), leaves, retain_graph=True) for v in (y, want)
             ]
             for a, b in zip(*results, strict=True):
-                torch.testing.assert_close(a, b, rtol=0.01, atol=0.01)
+                # Each is a sum of two calls' bfloat16 gradients that nearly cancel.
+                assert float((a - b).norm()) < 0.02 * float(b.norm())
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

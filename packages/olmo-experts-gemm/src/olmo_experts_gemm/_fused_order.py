@@ -6,19 +6,24 @@
                d x         = collect(row_product(d_hidden))
                d w_gate_up = weight_gradient(d_hidden, x)
 
-Rows that lie ready (`route_R` is None) need no collect. The tokens and `hidden` are all that is
-kept between the two; every other tensor of rows is freed as soon as the next one is made of it.
+Rows that lie ready (`route_R` is None) need no collect. Tokens are gathered by the loads of each
+product, or where that is slower copied in the order of the rows first. The tokens and `hidden` are
+all that is kept between the two; every other tensor of rows is freed as soon as the next one is
+made of it.
 
 Shapes: T tokens, K routes a token, R rows, E experts, D model width, H expert hidden width.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._dense import dense, is_dense
 from ._triton_product import launching_on
+
+if TYPE_CHECKING:
+    from ._triton.tile_map import TileMap
 
 
 class Rows(NamedTuple):
@@ -97,33 +102,34 @@ def forward(
     from ._triton.collect import collect
     from ._triton.expert_sums import add_to_rows
     from ._triton.row_product import row_product
+    from ._triton.tile_map import make_tile_map
+    from ._triton.tiling import tile_rows
     from ._triton.up_product import up_product
 
     if rows.of(x) == 0:
         return x.new_zeros(x.shape), x.new_empty(0, w_gate_up.shape[1])
     rows, x, w_down = rows.dense(), dense(x), dense(w_down)
     with launching_on(x.device):
+        tiles = make_tile_map(rows.offsets_E, rows.of(x), tile_rows(x))
+        x, laid = _lay_out(x, w_down, rows)
         a_RH, hidden = up_product(
             x,
             dense(w_gate_up),
             None if b_gate_up is None else dense(b_gate_up),
             rows.offsets_E,
-            route_R=rows.route_R,
-            weights=rows.weights,
+            route_R=laid.route_R,
+            weights=laid.weights,
             top_k=rows.top_k,
             activation=rows.activation,
             save_hidden=save_hidden,
+            tiles=tiles,
         )
-        y_RD = row_product(
-            a_RH,
-            w_down,
-            rows.offsets_E,
-            zero_tail=rows.row_TK is None,
-        )
+        del x
+        y_RD = row_product(a_RH, w_down, rows.offsets_E, zero_tail=rows.row_TK is None, tiles=tiles)
         del a_RH
         if b_down is not None:
             add_to_rows(
-                y_RD, dense(b_down), rows.offsets_E, route_R=rows.route_R, weights=rows.weights
+                y_RD, dense(b_down), rows.offsets_E, route_R=laid.route_R, weights=laid.weights
             )
         return (y_RD if rows.row_TK is None else collect(y_RD, rows.row_TK)), hidden
 
@@ -153,6 +159,8 @@ def backward(
         into: Float32 buffers for the gradients of `w_gate_up` and `w_down`.
     """
     from ._triton.expert_sums import sum_rows
+    from ._triton.tile_map import make_tile_map
+    from ._triton.tiling import tile_rows
 
     nothing = empty_gradients(x, w_gate_up, w_down, rows, Needs(*[False] * 6), into is not None)
     if rows.of(x) == 0:
@@ -165,12 +173,16 @@ def backward(
         if needs.b_down:
             made["b_down"] = sum_rows(dy, rows.offsets_E, weights=rows.weights, **gather)
         if any((needs.x, needs.w_gate_up, needs.w_down, needs.b_gate_up, needs.weights)):
-            d_hidden = _down(dy, hidden, w_down, b_down, rows, needs, into, made)
+            tiles = make_tile_map(rows.offsets_E, rows.of(x), tile_rows(x))
+            d_hidden = _down(dy, hidden, w_down, b_down, rows, tiles, needs, into, made)
             if needs.x:
-                made["x"] = _rows_gradient(d_hidden, w_gate_up, rows)
+                made["x"] = _rows_gradient(d_hidden, w_gate_up, rows, tiles)
             if needs.w_gate_up:
                 made["w_gate_up"] = _stack_gradient(
-                    d_hidden, x, rows, "right", None if into is None else into[0]
+                    d_hidden,
+                    *_lay_out(x, w_down, rows),
+                    "right",
+                    None if into is None else into[0],
                 )
             if needs.b_gate_up:
                 made["b_gate_up"] = sum_rows(d_hidden, rows.offsets_E)
@@ -185,6 +197,7 @@ def _down(
     w_down: Tensor,
     b_down: Tensor | None,
     rows: Rows,
+    tiles: "TileMap",
     needs: Needs,
     into: tuple[Tensor, Tensor] | None,
     made: dict[str, Tensor | None],
@@ -192,6 +205,7 @@ def _down(
     """Return `d hidden`, and make the gradients of `w_down` and of the weights on the way."""
     from ._triton.down_gradient import down_gradient
 
+    dy, rows = _lay_out(dy, w_down, rows)
     d_hidden, a_RH, ds_PR = down_gradient(
         dy,
         dense(w_down),
@@ -201,12 +215,24 @@ def _down(
         weights=rows.weights,
         top_k=rows.top_k,
         activation=rows.activation,
+        tiles=tiles,
     )
     if needs.w_down:
         made["w_down"] = _stack_gradient(dy, a_RH, rows, "left", None if into is None else into[1])
     if needs.weights:
         made["weights"] = _weights_gradient(ds_PR, dy, b_down, rows)
     return d_hidden
+
+
+def _lay_out(x: Tensor, w_down: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
+    """Tokens as they are; or their rows, and the weights of these, where a copy pays."""
+    from ._triton.gather import gather_rows
+    from ._triton.tiling import copies_rows
+
+    if rows.route_R is None or not copies_rows(x, w_down.shape[2]):
+        return x, rows
+    x_RD, weights_R = gather_rows(x, rows.weights, rows.offsets_E, rows.route_R, rows.top_k)
+    return x_RD, rows._replace(weights=weights_R, route_R=None)
 
 
 def _stack_gradient(
@@ -227,7 +253,7 @@ def _stack_gradient(
     return None
 
 
-def _rows_gradient(d_hidden: Tensor, w_gate_up: Tensor, rows: Rows) -> Tensor:
+def _rows_gradient(d_hidden: Tensor, w_gate_up: Tensor, rows: Rows, tiles: "TileMap") -> Tensor:
     from ._triton.collect import collect
     from ._triton.row_product import row_product
 
@@ -237,6 +263,7 @@ def _rows_gradient(d_hidden: Tensor, w_gate_up: Tensor, rows: Rows) -> Tensor:
         rows.offsets_E,
         transposed=True,
         zero_tail=rows.row_TK is None,
+        tiles=tiles,
     )
     return dx_RD if rows.row_TK is None else collect(dx_RD, rows.row_TK)
 

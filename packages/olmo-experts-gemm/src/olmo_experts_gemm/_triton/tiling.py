@@ -81,6 +81,24 @@ def _older(x: Tensor) -> Tiling:
     return _AMPERE if generation(x.device) else _SMALL
 
 
+_COPY_FROM = 2048
+"""The hidden width from which a copy of the gathered rows costs less than it saves (an H200)."""
+
+
+def copies_rows(x: Tensor, H: int) -> bool:
+    """Whether to copy the gathered rows before they are multiplied, not to gather in each product.
+
+    TMA brings rows that lie ready and, other than a gather, during the epilogue of the tile before.
+    What that saves grows with H, what the copy costs does not.
+    """
+    return generation(x.device) == 9 and H >= _COPY_FROM
+
+
+def tile_rows(x: Tensor) -> int:
+    """The height of the tiles of all products on a device, which so can share a list of tiles."""
+    return 128 if generation(x.device) >= 9 else _older(x).rows
+
+
 def row_product(x: Tensor, F: int, D: int, *, gathered: bool = False) -> Tiling:
     """For `y = x @ w[e].T`, F columns out, D in."""
     if generation(x.device) < 9:
@@ -88,15 +106,15 @@ def row_product(x: Tensor, F: int, D: int, *, gathered: bool = False) -> Tiling:
     return Tiling(rows=128, columns=256, group=4, flatten=not gathered)
 
 
-def up_product(x: Tensor, H: int, D: int, *, plain: bool) -> Tiling:
-    """For the gathered first product and the activation behind it.
+def up_product(x: Tensor, H: int, D: int, *, plain: bool, gathered: bool = True) -> Tiling:
+    """For the first product and the activation behind it.
 
     Only the `plain` case, a gate and no bias, has registers for its epilogue in one piece.
     """
     if generation(x.device) < 9:
         return _older(x)
     one_piece = plain and generation(x.device) == 9
-    return Tiling(rows=128, columns=256, pieces=1 if one_piece else 2)
+    return Tiling(rows=128, columns=256, flatten=not gathered, pieces=1 if one_piece else 2)
 
 
 def weight_gradient(

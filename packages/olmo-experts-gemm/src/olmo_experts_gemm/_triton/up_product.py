@@ -58,7 +58,9 @@ def up_product(
     E, D = w_gate_up.shape[0], x.shape[1]
     H = w_gate_up.shape[1] // 2 if gated else w_gate_up.shape[1]
     R = x.shape[0] if route_R is None else route_R.shape[0]
-    cut = cut or tiling.up_product(x, H, D, plain=gated and bias is None)
+    cut = cut or tiling.up_product(
+        x, H, D, plain=gated and bias is None, gathered=route_R is not None
+    )
     tiles = tiles or make_tile_map(offsets_E, R, cut.rows)
     halves_ = 2 if gated else 1
     width = cut.columns // halves_
