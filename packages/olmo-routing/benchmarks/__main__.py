@@ -56,7 +56,12 @@ def main() -> int:
     cells: list[Cell] = []
     failures: list[str] = []
     for shape in c.TINY if options.dry_run else c.SHAPES:
-        cells += _measure(shape, device, rounds, failures)
+        try:
+            for cell in _measure(shape, device, rounds, failures):
+                cells.append(cell)
+                print(*_rows(cell), sep="\n", flush=True)  # a run that is cut short leaves these
+        except Exception as error:  # a peer that breaks must not take the other numbers with it
+            failures.append(f"{shape}: {type(error).__name__}: {error}"[:300])
     facts = _facts(device, rounds, seed)
     text = "\n".join(_lines(facts, cells, failures)) + "\n"
     print(text)
@@ -138,16 +143,20 @@ def _lines(facts: dict[str, str], cells: list[Cell], failures: list[str]) -> Ite
     yield "| shape | pass | how | contender | us | / ours | launches |"
     yield "|---|---|---|---|---|---|---|"
     for cell in cells:
-        ours = statistics.median(cell.samples[c.OURS]) if c.OURS in cell.samples else float("nan")
-        for name, times in cell.samples.items():
-            median, low, high = (f(times) * 1e3 for f in (statistics.median, min, max))
-            yield (
-                f"| {cell.shape} | {cell.what} | {cell.how} | {name} "
-                f"| {median:.1f} [{low:.1f}..{high:.1f}] | {median / ours / 1e3:.2f} "
-                f"| {cell.launches.get(name, '-')} |"
-            )
+        yield from _rows(cell)
     yield ""
     yield from (f"- {failure}" for failure in failures)
+
+
+def _rows(cell: Cell) -> Iterator[str]:
+    ours = statistics.median(cell.samples[c.OURS]) if c.OURS in cell.samples else float("nan")
+    for name, times in cell.samples.items():
+        median, low, high = (f(times) * 1e3 for f in (statistics.median, min, max))
+        yield (
+            f"| {cell.shape} | {cell.what} | {cell.how} | {name} "
+            f"| {median:.1f} [{low:.1f}..{high:.1f}] | {median / ours / 1e3:.2f} "
+            f"| {cell.launches.get(name, '-')} |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Every function compiles into one graph that gives what eager gives, gradients included."""
 
 import dataclasses
+import inspect
 from typing import Any
 
+import olmo_routing
 import pytest
 import torch
 from olmo_routing import (
@@ -31,7 +33,7 @@ KEPT = IDS.masked_fill(torch.arange(T)[:, None] % 4 == 1, -1)
 MASK = torch.arange(T) < T - 2
 BIAS = torch.linspace(-0.1, 0.1, E)
 COUNTS = torch.arange(3 * 2 * 4).view(3, 2, 4)
-ALARM = GerrymanderAlarm(4)
+ALARM = GerrymanderAlarm(E, num_layers=2, window=20)
 ROUTER = Router(D, E, K, selection_bias=SelectionBias(E, 0.1))
 
 CASES = {
@@ -60,7 +62,7 @@ CASES = {
         ),
         SCORES,
     ),
-    "alarm": (lambda s: ALARM.update(s[0, 0], s[0, 1]), SCORES),
+    "alarm": (lambda s: ALARM.update([measure_balance(s, ids) for ids in (IDS, KEPT)]), SCORES),
     "measure_load": (lambda mass: measure_load(COUNTS[0, 0], mass), torch.ones(4)),
     "admit fair": (lambda counts: admit(counts, 31), COUNTS),
     "admit tail": (lambda counts: admit(counts, 31, policy="tail"), COUNTS),
@@ -85,19 +87,77 @@ def outputs_and_gradient(function, x):
     return result
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_compiled_equals_eager(case):
+def test_compiled_equals_eager(case, dynamic):
     function, x = CASES[case]
     torch.manual_seed(1)
     expected = outputs_and_gradient(function, x)
     torch.manual_seed(1)
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=False)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     got = outputs_and_gradient(compiled, x)
     assert ("gradient" in expected) == case.startswith(("route", "Router", "balance"))
     assert expected.keys() == got.keys()
     for name, value in expected.items():
         assert got[name].dtype == value.dtype, name
         torch.testing.assert_close(got[name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def moved_bias(counts, rate):
+    bias = SelectionBias(E, rate)
+    bias.update(counts)
+    return bias.bias_E
+
+
+def watched(scores, honesty, imbalance):
+    options = {"least_honesty": honesty, "least_imbalance": 1 + imbalance}
+    alarm = GerrymanderAlarm(E, window=20, **options)
+    return alarm.update([measure_balance(scores, IDS)]), alarm.history_4WL[:, -1]
+
+
+# Every public name with options that are floats, as a function of a tensor and of these floats.
+OF_FLOATS = {
+    "route": (lambda z, scale: route(z, K, route_scale=scale).weights_TK, LOGITS, {"route_scale"}),
+    "margin_balance_loss": (
+        lambda s, temperature: margin_balance_loss(s, IDS, temperature=temperature),
+        SCORES,
+        {"temperature"},
+    ),
+    "SelectionBias": (moved_bias, IDS.new_tensor([5, 0, 2, 1, 1, 9]), {"rate"}),
+    "GerrymanderAlarm": (watched, SCORES, {"least_honesty", "least_imbalance"}),
+}
+# Its constructor makes a parameter, which no graph can: the forward is compiled above.
+NOT_IN_A_GRAPH = {"Router"}
+
+
+def test_no_float_option_is_forgotten():
+    found = {}
+    for name in olmo_routing.__all__:
+        of = getattr(olmo_routing, name)
+        if dataclasses.is_dataclass(of):
+            continue
+        options = {
+            p.name for p in inspect.signature(of).parameters.values() if p.annotation is float
+        }
+        if options and name not in NOT_IN_A_GRAPH:
+            found[name] = options
+    assert found == {name: options for name, (_, _, options) in OF_FLOATS.items()}
+
+
+@pytest.mark.parametrize("name", OF_FLOATS)
+def test_float_options_may_be_symbols_of_a_graph(name):
+    function, x, options = OF_FLOATS[name]
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    results = []
+    for value in (0.2, 0.7):
+        floats = [value] * len(options)
+        results.append(compiled(x, *floats))
+        torch.testing.assert_close(results[-1], function(x, *floats), rtol=1e-5, atol=1e-7)
+    if name != "GerrymanderAlarm":
+        assert not torch.equal(*results)
+    for wrong in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match=r"`\w+` must be"):
+            function(x, *[wrong] * len(options))
 
 
 def test_ids_are_still_checked_outside_of_the_graph():

@@ -30,6 +30,7 @@ def test_without_any_route():
     report = measure_load(torch.zeros(4).long(), torch.zeros(4))
     values = {f.name: getattr(report, f.name).item() for f in dataclasses.fields(report)}
     assert values == {
+        "routes": 0.0,
         "imbalance": 1.0,
         "rank_imbalance": 1.0,
         "kept_imbalance": 1.0,

@@ -77,7 +77,7 @@ def step(router, bias, alarm, window, x, mask, requested):
     report = measure_balance(
         *pair, mask_T=mask, kept_ids_TK=kept, weights_TK=routing.weights_TK, num_ranks=4
     )
-    alarm.update(report.balance_loss, report.imbalance)
+    alarm.update([report])
     stack_reports([report, report])
     return routing, report
 
@@ -89,7 +89,7 @@ def test_a_whole_step_never_waits_for_the_device():
     x = torch.randn(1001, 64, device="cuda", dtype=torch.bfloat16)
     mask = torch.rand(1001, device="cuda") < 0.9
     requested = torch.ones(4, 3, 8, dtype=torch.int32, device="cuda")
-    alarm = GerrymanderAlarm(4, device="cuda")
+    alarm = GerrymanderAlarm(24, device="cuda")
     window = LoadWindow(24, device="cuda")
     arguments = (router, bias, alarm, window, x, mask, requested)
     step(*arguments)  # warms up

@@ -44,9 +44,15 @@ def test_nothing_waits_for_the_device(no_host_sync, gate):
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_a_router_of_kernels_weighs_given_ids_without_waiting(no_host_sync):
-    bias = SelectionBias(64, 0.1)
-    router = Router(16, 64, 4, selection_bias=bias, impl="triton", device="cuda")
+def test_auto_takes_the_kernels_and_falls_back(no_host_sync):
+    logits, mask, bias = make_step()
+    options = {"bias_E": bias, "mask_T": mask}
+    auto, named = (route(logits, 4, **options, impl=impl) for impl in ("auto", "triton"))
+    for field in fields(auto):
+        assert torch.equal(getattr(auto, field.name), getattr(named, field.name)), field.name
+    plain = route(logits.double(), 4, bias_E=bias)
+    assert plain.weights_TK.dtype == torch.float64
+    router = Router(16, 64, 4, selection_bias=SelectionBias(64, 0.1)).cuda()
     x = normal(33, 16).cuda()
     ids = router(x).expert_ids_TK
     with no_host_sync():
@@ -54,6 +60,7 @@ def test_a_router_of_kernels_weighs_given_ids_without_waiting(no_host_sync):
     assert torch.equal(again.expert_ids_TK, ids)
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
 def test_four_launches_forward_and_one_backward():
     """One of them is a fill of zeros; torch adds no copy."""
     from torch.autograd import DeviceType

@@ -44,12 +44,12 @@ def test_equal_to_the_reference(device, T, E, K, align):
 
 @pytest.mark.usefixtures("poisoned_memory")
 def test_loads_of_every_kind(device):
-    T, E = 600, 8
+    T, E = 300, 8
     for ids in (
         torch.full((T, 2), -1),
         torch.full((T, 1), E - 1),
         torch.arange(T)[:, None] % E,
-        (torch.arange(T)[:, None] > 500).long() * 3,
+        (torch.arange(T)[:, None] > 250).long() * 3,
         torch.stack([torch.zeros(T), torch.full((T,), 5)], dim=1).long(),
     ):
         assert_equal_plans(ids, E, 16, device)
@@ -57,8 +57,8 @@ def test_loads_of_every_kind(device):
 
 @pytest.mark.usefixtures("poisoned_memory")
 def test_more_blocks_than_a_step_adds_up(device):
-    """66 blocks of 128 routes, where a step takes 8 of them."""
-    ids = torch.randint(-1, 520, (4200, 2), generator=torch.Generator().manual_seed(0))
+    """17 blocks of 64 routes, where a step takes 8 of them."""
+    ids = torch.randint(-1, 520, (540, 2), generator=torch.Generator().manual_seed(0))
     assert_equal_plans(ids, 520, 8, device)
 
 
@@ -100,7 +100,7 @@ def test_the_operators_keep_the_rules_of_torch(device):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_equals_eager(device, dynamic):
-    impl = "triton"
+    impl = "triton" if INTERPRETED else "auto"
 
     def run(logits):
         plan = plan_rows(route(logits, 2, impl=impl).expert_ids_TK, 8, align=4, impl=impl)

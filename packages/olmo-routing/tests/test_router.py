@@ -269,3 +269,11 @@ IDS = torch.zeros(5, 2).long()
 def test_messages_of_the_forward(x, arguments, error, message):
     with pytest.raises(error, match=message):
         Router(3, 8, 2)(x, **arguments)
+
+
+def test_every_part_must_be_on_the_device_of_the_tokens():
+    bias = SelectionBias(8, 0.1).to("meta")
+    with pytest.raises(ValueError, match=r"`selection_bias` must be on the device .*cpu, got meta"):
+        Router(3, 8, 2, selection_bias=bias)(torch.zeros(5, 3))
+    with pytest.raises(ValueError, match=r"the router must be on the device .*cpu, got meta"):
+        Router(3, 8, 2, device="meta")(torch.zeros(5, 3))

@@ -80,7 +80,6 @@ def table(runs: Sequence[Run]) -> Iterator[str]:
         "margin",
         "own loss fell, load rose",
         "alarm on",
-        "of that, by trend",
         "first alarm, step",
     )
     yield "| " + " | ".join(columns) + " |"
@@ -100,7 +99,6 @@ def table(runs: Sequence[Run]) -> Iterator[str]:
             _late(arm, "topk_margin", ".4f"),
             f"{sum(map(shows_the_effect, arm))} of {len(arm)}",
             _late(arm, "alarm", ".0%"),
-            _late(arm, "trend", ".0%"),
             ", ".join(alarms),
         )
         yield "| " + " | ".join(cells) + " |"
@@ -133,9 +131,8 @@ def _lines(runs: Sequence[Run], facts: dict[str, str], name: str) -> Iterator[st
         f"{_EARLY[0]:.0%} to {_EARLY[1]:.0%} of the steps, late over the last {1 - _LATE[0]:.0%}; "
         "a number alone is late. Worst load: the busiest expert's routes over the mean, in the "
         "worst layer. Own balance loss: the one trained, in its own scope. Alarm: the share of "
-        "layers and steps at which `GerrymanderAlarm` was on, fed E f.P and the load of each "
-        "training batch, over a quarter of the run and at most 200 steps; by trend: because over "
-        "this window E f.P fell while the load rose, not because one batch's E f.P was below 1."
+        "layers and steps at which `GerrymanderAlarm` was on, fed the balance of each training "
+        "batch, over a window of a quarter of the run and at most 200 steps."
     )
     yield ""
     yield from table(runs)

@@ -66,8 +66,6 @@ class Point:
         honesty: cov(f, P) / var(f), mean over layers.
         topk_margin: K-th less next score, mean over tokens and layers.
         alarm: share of the layers and steps since the last point at which the alarm was on.
-        trend: the same of those alarms at which the loss was not below 1: over the window it fell
-            while the load rose.
     """
 
     step: int
@@ -81,7 +79,6 @@ class Point:
     honesty: float
     topk_margin: float
     alarm: float
-    trend: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +109,7 @@ def train(arm: Arm, seed: int, recipe: Recipe, text: Text) -> Run:
     every = max(1, recipe.steps // recipe.evaluations)
     for step in range(recipe.steps + 1):
         if step % every == 0 or step == recipe.steps:
-            points.append(_evaluate(model, arm, recipe, held_out_BS, step, watch.shares()))
+            points.append(_evaluate(model, arm, recipe, held_out_BS, step, watch.share()))
         if step == recipe.steps:
             break
         for group in optimizer.param_groups:
@@ -134,30 +131,28 @@ class _Watch:
     """The alarm over the training batches, and the share of layers and steps it was on."""
 
     def __init__(self, recipe: Recipe) -> None:
-        window = max(2, min(200, recipe.steps // 4))
-        layers = recipe.sizes.layers
-        self.alarm = GerrymanderAlarm(window, shape=(layers,), device=recipe.device)
+        sizes = recipe.sizes
+        window = max(20, min(200, recipe.steps // 4))
+        self.alarm = GerrymanderAlarm(
+            sizes.experts, num_layers=sizes.layers, window=window, device=recipe.device
+        )
         self.first_alarm: int | None = None
-        self._seen: list[tuple[float, float]] = []
+        self._seen: list[float] = []
 
     def see(self, step: int, routings: list[Routing]) -> None:
         """Measure a training batch and add it to the alarm's window."""
-        reports = [measure_balance(r.scores_TE.detach(), r.expert_ids_TK) for r in routings]
         on_L = self.alarm.update(
-            torch.stack([r.balance_loss for r in reports]),
-            torch.stack([r.imbalance for r in reports]),
+            [measure_balance(r.scores_TE.detach(), r.expert_ids_TK) for r in routings]
         )
-        trend_L = on_L & ~torch.stack([r.gerrymandered for r in reports])
-        on, trend = torch.stack([on_L, trend_L]).float().mean(1).tolist()
-        self._seen.append((on, trend))
+        on = on_L.float().mean().item()
+        self._seen.append(on)
         if self.first_alarm is None and on:
             self.first_alarm = step
 
-    def shares(self) -> tuple[float, float]:
-        """Return the shares of alarms and of trends since the last call; 0 when nothing came."""
-        seen, self._seen = self._seen or [(0.0, 0.0)], []
-        on, trend = (math.fsum(column) / len(seen) for column in zip(*seen, strict=True))
-        return on, trend
+    def share(self) -> float:
+        """Return the share of alarms since the last call; 0 when nothing came."""
+        seen, self._seen = self._seen or [0.0], []
+        return math.fsum(seen) / len(seen)
 
 
 def _schedule(step: int, steps: int) -> float:
@@ -183,7 +178,7 @@ def _evaluate(
     recipe: Recipe,
     bytes_BS: Tensor,
     step: int,
-    shares: tuple[float, float],
+    alarm: float,
 ) -> Point:
     logits, routings = model(bytes_BS[:, :-1])
     language = F.cross_entropy(logits.flatten(0, 1), bytes_BS[:, 1:].flatten())
@@ -205,6 +200,5 @@ def _evaluate(
         dead_mass=mean("dead_mass"),
         honesty=mean("honesty"),
         topk_margin=mean("topk_margin"),
-        alarm=shares[0],
-        trend=shares[1],
+        alarm=alarm,
     )

@@ -19,14 +19,10 @@ def pick(impl: Impl, device: torch.device, reason: str | None) -> bool:
 
     Raises:
         ValueError: `impl` is unknown, or is "triton" where that cannot run.
-
-    Note:
-        "auto" is "reference" on every device.
     """
     if impl not in get_args(Impl):
         raise ValueError(f"`impl` must be one of {get_args(Impl)}, got {impl!r}.")
-    # The kernels have not run on a GPU yet: nobody gets them without asking for them.
-    if impl != "triton":
+    if impl == "reference" or (impl == "auto" and device.type != "cuda"):
         return False
     reason = _why_no_kernel(device.type, device.index) or reason
     if reason and impl == "triton":

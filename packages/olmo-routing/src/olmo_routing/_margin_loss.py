@@ -31,10 +31,19 @@ With w_t proportional to m_t a hair-thin margin decides as clearly as any other.
 
 The gradient. The derivative of L in full is useless: the decisive two experts are always exactly at
 +-1 / temperature. It is taken with the width held fixed, of steps whose width is at least
-0.2 * level, the level being the mean of the two scores at the margin; the slope of a step is then
-at most 1.25 / level, however thin the margin, and
 
-    |dL / ds_te| <= 2.5 * E / (K * T * level_t).
+    max(0.2 * spread_t, 0.01 * level_t),
+
+the spread being the mean distance of the scores that were not selected to the weakest selected one,
+and the level the mean of the two scores at the margin. However thin the margin,
+
+    |dL / ds_te| <= 2.5 * E / (K * T * max(spread_t, level_t / 20)).
+
+What follows the spread does not change when all scores of a token shift, and scales inversely when
+they stretch: a router whose logits shrink is told the same about its marginal tokens as before.
+(Widths that are a share of the level lose that: once the scores differ by less than a width, every
+token looks marginal, and loads drift apart.) The level holds the slope only where the spread is
+less than a twentieth of it, ties of all scores among them.
 
 It is the gradient of E * sum (f - mean f) Q, since the number of routes is fixed; at even loads it
 is exactly 0. The step's slope is a kernel that integrates to 1 over the distance: where margins
@@ -69,8 +78,8 @@ def margin_balance_loss(
     """Return the margin balance loss of one layer, 0-d float32.
 
     Args:
-        scores_TE: not negative, of any gate, not biased; only differences within a token matter to
-            the value, and their ratios to the scores to the gradient.
+        scores_TE: not negative, of any gate, not biased; only ratios of differences within a token
+            matter, to the gradient down to a spread of a twentieth of the scores.
         expert_ids_TK: int64 in [-1, E), the requested routes, before anything is dropped: no expert
             twice in a token.
         mask_T: bool, False = padding, which counts nowhere and may be anything.
@@ -104,7 +113,7 @@ def margin_balance_loss(
     check_mask(mask_T, scores_TE)
     check_num_sequences(num_sequences, scores_TE.shape[0])
     check_fractions(fractions_BE, num_sequences, scores_TE)
-    if not (math.isfinite(temperature) and temperature > 0):
+    if not 0 < temperature < math.inf:
         raise ValueError(f"`temperature` must be positive and finite, got {temperature}.")
     if bias_E is not None:
         _check_bias(bias_E, scores_TE)

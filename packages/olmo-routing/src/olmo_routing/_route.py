@@ -126,7 +126,8 @@ def route(
         impl: "reference" is plain torch, on any device and to any order of derivatives. "triton" is
             two kernels forward, one backward and first derivatives: CUDA of compute capability 8.0
             or newer, float32, up to 1024 experts and K of 64, group limits where both numbers are
-            powers of two. "auto" is "reference": the kernels have not run on a GPU yet.
+            powers of two. "auto" is "triton" on CUDA where it can run and "reference" everywhere
+            else.
 
     Returns:
         The `Routing` of all T tokens.

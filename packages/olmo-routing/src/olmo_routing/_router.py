@@ -177,6 +177,13 @@ class Router(nn.Module):
                 f"`x_TD` must be of width `d_model`={self.weight_ED.shape[1]}, "
                 f"got shape {tuple(x_TD.shape)}."
             )
+        bias_E = None if self.selection_bias is None else self.selection_bias.bias_E
+        for name, tensor in (("the router", self.weight_ED), ("`selection_bias`", bias_E)):
+            if tensor is not None and tensor.device != x_TD.device:
+                raise ValueError(
+                    f"{name} must be on the device of `x_TD`, {x_TD.device}, got {tensor.device}; "
+                    "move the router there with `router.to(device)`."
+                )
         check_mask(mask_T, x_TD)
         if force is not None and force not in get_args(Force):
             raise ValueError(f"`force` must be None or one of {get_args(Force)}, got {force!r}.")

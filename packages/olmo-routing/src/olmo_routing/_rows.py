@@ -46,8 +46,8 @@ def plan_rows(
         align: each expert's rows are padded to a multiple of this; an expert without routes takes
             no rows.
         impl: "reference" is plain torch. "triton" is two kernels: CUDA of compute capability 8.0 or
-            newer, up to 1024 experts and 2^31 - 1 rows. "auto" is "reference", as in
-            `route`.
+            newer, up to 1024 experts and 2^31 - 1 rows. "auto" is "triton" on CUDA where it can run
+            and "reference" everywhere else.
 
     Returns:
         The `RowPlan`, on the device of the ids.

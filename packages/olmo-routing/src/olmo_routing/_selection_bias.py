@@ -43,7 +43,7 @@ class SelectionBias(nn.Module):
     ) -> None:
         super().__init__()
         check_positive("num_experts", num_experts)
-        if not (math.isfinite(rate) and rate >= 0):
+        if not 0 <= rate < math.inf:
             raise ValueError(f"`rate` must be finite and at least 0, got {rate}.")
         self.rate = rate
         self.register_buffer("bias_E", torch.empty(num_experts, dtype=torch.float32, device=device))
@@ -53,7 +53,6 @@ class SelectionBias(nn.Module):
         """Set the bias to zero, in place: a start afresh, also after the meta device."""
         nn.init.zeros_(self.bias_E)
 
-    @torch.no_grad()
     def update(self, counts_E: Tensor, *, group: dist.ProcessGroup | None = None) -> None:
         """Move the bias by one step, in place.
 
@@ -82,7 +81,9 @@ class SelectionBias(nn.Module):
             dist.all_reduce(counts_E, group=group)
         # E * (mean - counts), in integers: an expert exactly at the mean does not move.
         shortfall_E = counts_E.sum() - counts_E.numel() * counts_E
-        self.bias_E.add_(shortfall_E.sign(), alpha=self.rate)
+        # A decorated method would not compile where the module was built in the same graph.
+        with torch.no_grad():
+            self.bias_E.add_(shortfall_E.sign(), alpha=self.rate)
 
     def extra_repr(self) -> str:
         """Return what `repr` shows."""

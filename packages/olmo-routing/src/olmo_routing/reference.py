@@ -33,9 +33,15 @@ from torch.nn import functional as F
 # gradients beyond float32.
 _NO_MASS = 1e-20
 
-# The least width of a step that a gradient goes through, over the score at which a token decides.
-# No score is further below that one than five of these widths: also the coldest expert is felt.
-LEAST_WIDTH = 0.2
+# The width of a step that a gradient goes through, over the spread of the scores that lost: their
+# mean distance to the weakest winner is five widths, so that also cold experts are felt, while a
+# margin that is thin beside the spread is felt most. A share of the scores' level in place of their
+# spread lets every token count as marginal once a router's logits shrink, and loads drift apart.
+SPREAD_WIDTH = 0.2
+
+# The least such width, over the score at which a token decides: where all scores are nearly equal
+# there is no spread to follow, and a slope beyond all bounds would be no use.
+LEAST_WIDTH = 0.01
 
 
 def softmax(logits: Tensor) -> Tensor:
@@ -296,12 +302,14 @@ def selection_steps(
     (Shazeer et al., arXiv 1701.06538, eq. 9); a bias is added to the scores first. With the margin
     m = weakest selected - strongest other,
 
-        exact: w = temperature * m,                      without gradient
-        wide:  w = max(temperature * m, 0.2 * level),    gradients through d, not through w
+        exact: w = temperature * m,                                     without gradient
+        wide:  w = max(temperature * m, 0.2 * spread, 0.01 * level),    through d, not through w
 
-    where the level is the mean of the two scores at the margin. Of the exact steps every selected
-    one is at least, and every other one at most, that of the margin itself: this holds by a clamp,
-    so that it holds for ties and for ids that are not those of the best scores as well.
+    where the spread is the mean distance of the scores that were not selected to that of the
+    weakest selected expert, and the level the mean of the two scores at the margin, both without
+    the bias. Of the exact steps every selected one is at least, and every other one at most, that
+    of the margin itself: this holds by a clamp, so that it holds for ties and for ids that are not
+    those of the best scores as well.
     """
     # Column 0 takes the -1s.
     selected = torch.zeros(
@@ -326,8 +334,11 @@ def selection_steps(
         at_margin_T2 = torch.cat(
             [inside_TE.argmin(1, keepdim=True), outside_TE.argmax(1, keepdim=True)], dim=1
         )
-        level_T1 = scores_TE.gather(1, at_margin_T2).mean(1, keepdim=True)
-        width_T1 = torch.maximum(temperature * margin_T1, LEAST_WIDTH * level_T1)
+        scores_T2 = scores_TE.gather(1, at_margin_T2)
+        apart_TE = torch.where(selected_TE, 0.0, (scores_TE - scores_T2[:, :1]).abs())
+        spread_T1 = apart_TE.sum(1, keepdim=True) / (~selected_TE).sum(1, keepdim=True).clamp(min=1)
+        width_T1 = torch.maximum(temperature * margin_T1, SPREAD_WIDTH * spread_T1)
+        width_T1 = torch.maximum(width_T1, LEAST_WIDTH * scores_T2.mean(1, keepdim=True))
         # An infinite width has no gradient.
         width_T1 = torch.where(contested_T1 & (width_T1 > _NO_MASS), width_T1, math.inf)
     return exact_TE, torch.sigmoid(distance_TE / width_T1)

@@ -14,11 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ELEMENTS = 2048
+_ELEMENTS = 1024
 """Tokens times experts that a program holds, 8 a thread: twice as many spill registers."""
 _TOKENS = 128
 """Tokens a program at most: of few experts, more spill registers too."""
-_WARPS = 8
+_WARPS = 4
+_REGISTERS = 96
+"""A thread, enough for all; left to itself, ptxas spills some to reach a higher occupancy."""
+_LAST = tl.constexpr(-(2**31))
+"""Behind every number that `_ordered` gives."""
 
 
 def gate(
@@ -85,6 +89,7 @@ def gate(
         EP=EP,
         KP=KP,
         num_warps=_WARPS,
+        maxnreg=_REGISTERS,
         # It keeps in the assertion that the given ids are in range.
         debug=given_TK is not None,
         sanitize_overflow=False,
@@ -130,6 +135,7 @@ def gate_backward(
         EP=EP,
         KP=KP,
         num_warps=_WARPS,
+        maxnreg=_REGISTERS,
     )
     return g_logits_TE
 
@@ -216,72 +222,70 @@ def _gate_kernel(
     inside = here[:, None] & (expert < E)
     at = token[:, None] * E + expert
     x = tl.load(logits + at, mask=inside, other=float("-inf"))
-    bad = tl.sum(((x != x) | (x == float("inf"))).to(tl.int32), 1) > 0
-    clean = tl.where(x == x, x, float("-inf"))
-    if SIGMOID:
-        score = tl.where(clean == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp(-clean)))
-        log_score = _log_sigmoid(clean)
-    else:
-        score = _softmax(clean)
-        log_score = clean
-    tl.store(scores + at, score, mask=inside)
-
     real = here
     if MASKED:
         real = here & (tl.load(mask + token, mask=here, other=0) != 0)
-    chosen = tl.zeros((TOKENS, EP), tl.int32)
-    id_of = tl.full((TOKENS, KP), -1, tl.int32)
-    value_of = tl.full((TOKENS, KP), float("-inf"), tl.float32)
-    if GIVEN:
-        at_slot = token[:, None] * K + slot
-        wide = tl.load(given + at_slot, mask=real[:, None] & (slot < K), other=-1)
-        tl.device_assert((wide >= -1) & (wide < E), "`expert_ids_TK` must be in [-1, E)")
-        id_of = wide.to(tl.int32)
+    bad = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 1) > 0
+    tl.atomic_add(counts + E, tl.sum((bad & real).to(tl.int32), 0), sem="relaxed")
+    clean = tl.where(x == x, x, float("-inf"))
+    if SIGMOID:
+        score = tl.where(clean == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp(-clean)))
     else:
+        score = _softmax(clean)
+    tl.store(scores + at, score, mask=inside)
+
+    allowed = inside
+    if not GIVEN:
         order = _ordered(x)
-        primary = order
+        rank = order
         if BIASED:
             merit = score + tl.load(bias + expert, mask=expert < E, other=0.0)
             merit = tl.where(x == x, merit, float("nan"))
-            primary = _ordered(merit)
-        allowed = inside
+            rank = _ordered(merit)
         if TOP_GROUPS < GROUPS:
             if BIASED:
                 allowed = _allowed(merit, expert, GROUPS, TOP_GROUPS, EP)
             else:
                 ranked = tl.where(x == x, score, float("nan"))
                 allowed = _allowed(ranked, expert, GROUPS, TOP_GROUPS, EP)
-        primary = tl.where(allowed & (expert < E), primary, -2147483648)
+        rank = tl.where(allowed, rank, _LAST)
+    chosen = tl.zeros((TOKENS, EP), tl.int1)
     for k in range(K):
         if GIVEN:
-            best = tl.sum(tl.where(slot == k, id_of, 0), 1)
+            wide = tl.load(given + token * K + k, mask=real, other=-1)
+            tl.device_assert((wide >= -1) & (wide < E), "`expert_ids_TK` must be in [-1, E)")
+            best = wide.to(tl.int32)
+            chosen = chosen | (expert == best[:, None])
         else:
-            tied = primary == tl.max(primary, 1)[:, None]
+            tied = rank == tl.max(rank, 1)[:, None]
             if BIASED:
-                rank = tl.where(tied, order, -2147483648)
-                tied = tied & (rank == tl.max(rank, 1)[:, None])
+                second = tl.where(tied, order, _LAST)
+                tied = tied & (second == tl.max(second, 1)[:, None])
             best = tl.min(tl.where(tied, expert, EP), 1)
-            primary = tl.where(expert == best[:, None], -2147483648, primary)
-            id_of = tl.where(slot == k, tl.where(real, best, -1)[:, None], id_of)
-        hit = expert == best[:, None]
-        chosen = tl.where(hit, 1, chosen)
-        taken = log_score if RENORMALIZE else score
-        value = tl.sum(tl.where(hit, taken, 0.0), 1)
-        value_of = tl.where(slot == k, tl.where(best >= 0, value, float("-inf"))[:, None], value_of)
-    value_of = tl.where(id_of >= 0, value_of, float("-inf"))
-    if RENORMALIZE:
-        weight = route_scale * _softmax(value_of)
-    else:
-        weight = route_scale * tl.where(id_of >= 0, value_of, 0.0)
+            rank = tl.where(expert == best[:, None], _LAST, rank)
+        tl.store(ids + token * K + k, tl.where(real, best, -1).to(tl.int64), mask=here)
+    if not GIVEN:
+        chosen = allowed & (rank == _LAST)
+
+    # Ids, and scores, come back in another shape of threads, through memory that is still near.
+    tl.debug_barrier()
     at_slot = token[:, None] * K + slot
     write = here[:, None] & (slot < K)
-    tl.store(ids + at_slot, id_of.to(tl.int64), mask=write)
-    tl.store(weights + at_slot, weight, mask=write)
+    id_of = tl.load(ids + at_slot, mask=write, other=-1)
+    at_chosen = token[:, None] * E + id_of
+    if RENORMALIZE:
+        value = tl.load(logits + at_chosen, mask=id_of >= 0, other=float("-inf"))
+        value = tl.where(value == value, value, float("-inf"))
+        if SIGMOID:
+            value = tl.where(id_of >= 0, _log_sigmoid(value), float("-inf"))
+        weight = _softmax(value)
+    else:
+        weight = tl.load(scores + at_chosen, mask=id_of >= 0, other=0.0)
+    tl.store(weights + at_slot, route_scale * weight, mask=write)
 
     lane = tl.arange(0, EP)
-    count = tl.sum(tl.where(real[:, None], chosen, 0), 0)
+    count = tl.sum((chosen & real[:, None]).to(tl.int32), 0)
     tl.atomic_add(counts + lane, count, mask=(lane < E) & (count > 0), sem="relaxed")
-    tl.atomic_add(counts + E, tl.sum((bad & real).to(tl.int32), 0), sem="relaxed")
 
 
 @triton.jit
@@ -325,7 +329,9 @@ def _gate_backward_kernel(
         g = tl.load(g_weights + at_slot, mask=used & (id_of >= 0), other=0.0)
         if RENORMALIZE:
             weight = tl.load(weights + at_slot, mask=used, other=0.0)
-            g = weight * (g - tl.sum(g * weight, 1)[:, None] / route_scale)
+            # Divided exactly: the share of a token's only expert is 1, and its gradient 0.
+            share = tl.div_rn(weight, route_scale + tl.zeros_like(weight))
+            g = weight * (g - tl.sum(g * share, 1)[:, None])
         else:
             g = route_scale * g
         placed = tl.zeros((TOKENS, EP), tl.float32)

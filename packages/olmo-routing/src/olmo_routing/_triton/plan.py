@@ -2,10 +2,11 @@
 """The order of the routes by (expert, token, slot): a stable counting sort without atomics.
 
 Each program counts the experts in its block of routes. Then each program adds up, for every expert,
-the counts of the blocks before its own and of all blocks, and places the routes of its block: a
-route's row is its expert's first row, the routes of that expert in the blocks before, and those
-before it in its block. The result does not depend on the size of a block. The tiles of
-all experts are listed by a kernel of their own.
+the counts of the blocks before its own and of all blocks, sorts the routes of its block by (expert,
+route), and places them: a route's row is its expert's first row, the routes of that expert in the
+blocks before, and those before it in its block, which are the sorted ones between the first of that
+expert and itself. The result does not depend on the size of a block. The tiles of all experts are
+listed by a kernel of their own.
 
 Shapes: N = T * K routes, E experts (EP the next power of two), R = N + E (align - 1) rows.
 """
@@ -15,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 2**17
-"""Routes times experts of a program, within 64 to 1024 routes."""
+_PROGRAMS = 256
+"""Blocks of routes that are sorted at the same time, within 64 to 1024 routes a block."""
 _TABLE = 2**13
-"""Routes, or blocks, times experts of which a program holds a table: twice as many spill."""
+"""Blocks, or tiles, times experts of which a program holds a table: twice as many spill."""
 
 
 def plan_rows(expert_ids_TK: Tensor, num_experts: int, align: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,8 +27,7 @@ def plan_rows(expert_ids_TK: Tensor, num_experts: int, align: int) -> tuple[Tens
     ids = expert_ids_TK.contiguous()
     N, E = ids.numel(), num_experts
     EP = max(2, triton.next_power_of_2(E))
-    block = max(64, min(1024, _BLOCK // EP))
-    step = max(4, min(256, _TABLE // EP))
+    block = max(64, min(1024, triton.next_power_of_2(triton.cdiv(N, _PROGRAMS))))
     blocks = triton.cdiv(N, block)
     capacity = N + E * (align - 1)
     counts = torch.empty(blocks * EP, dtype=torch.int32, device=ids.device)
@@ -61,8 +61,7 @@ def plan_rows(expert_ids_TK: Tensor, num_experts: int, align: int) -> tuple[Tens
         blocks,
         ALIGN=align,
         EP=EP,
-        STEP=step,
-        STEPS=block // step,
+        BLOCK=block,
         READ=max(4, min(64, _TABLE // EP)),
         num_warps=8,
     )
@@ -121,35 +120,40 @@ def _place_kernel(
     blocks,
     ALIGN: tl.constexpr,
     EP: tl.constexpr,
-    STEP: tl.constexpr,
-    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
     READ: tl.constexpr,
 ):
-    """One block of routes a program, `STEP` of them at a time."""
+    """One block of routes a program."""
     expert = tl.arange(0, EP)
-    total = tl.zeros((EP,), tl.int32)
-    before = tl.zeros((EP,), tl.int32)
+    every = tl.zeros((READ, EP), tl.int32)
+    earlier = tl.zeros((READ, EP), tl.int32)
     for first in range(0, blocks, READ):
         block = first + tl.arange(0, READ)
         at = block.to(tl.int64)[:, None] * EP + expert[None, :]
         part = tl.load(counts + at, mask=(block < blocks)[:, None], other=0)
-        total += tl.sum(part, 0)
-        before += tl.sum(tl.where((block < tl.program_id(0))[:, None], part, 0), 0)
+        every += part
+        earlier += tl.where((block < tl.program_id(0))[:, None], part, 0)
+    total, before = tl.sum(every, 0), tl.sum(earlier, 0)
     padded = (total + ALIGN - 1) // ALIGN * ALIGN
     ends = tl.cumsum(padded, 0)
     if tl.program_id(0) == 0:
         tl.store(offsets + expert, ends, mask=expert < E)
-    start = ends - padded + before
-    for s in range(STEPS):
-        route = (tl.program_id(0) * STEPS + s) * STEP + tl.arange(0, STEP)
-        id_of = tl.load(ids + route, mask=route < N, other=-1).to(tl.int32)
-        mine = (id_of[:, None] == expert[None, :]).to(tl.int32)
-        rank = tl.cumsum(mine, 0) - mine
-        row = tl.sum(tl.where(mine > 0, start[None, :] + rank, 0), 1)
-        routed = (id_of >= 0) & (id_of < E)
-        tl.store(routes + row, route.to(tl.int64), mask=routed)
-        tl.store(rows + route, tl.where(routed, row, -1).to(tl.int64), mask=route < N)
-        start += tl.sum(mine, 0)
+    if blocks == 0:
+        return
+    here = tl.load(counts + tl.program_id(0).to(tl.int64) * EP + expert)
+    # What a route's place among the sorted ones of its block lacks to its row.
+    shift = ends - padded + before - (tl.cumsum(here, 0) - here)
+    first = tl.program_id(0) * BLOCK
+    place = tl.arange(0, BLOCK)
+    id_of = tl.load(ids + first + place, mask=first + place < N, other=-1)
+    routed = (id_of >= 0) & (id_of < E)
+    ordered = tl.sort(tl.where(routed, id_of, EP).to(tl.int32) * BLOCK + place)
+    id_of = ordered // BLOCK
+    route = first + ordered % BLOCK
+    routed = id_of < EP
+    row = place + tl.gather(shift, tl.minimum(id_of, EP - 1), 0)
+    tl.store(routes + row, route.to(tl.int64), mask=routed)
+    tl.store(rows + route, tl.where(routed, row, -1).to(tl.int64), mask=route < N)
 
 
 @triton.jit
