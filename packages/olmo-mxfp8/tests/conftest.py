@@ -5,12 +5,16 @@ even code, and scales found by comparing powers of two.
 """
 
 import math
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+# importlib mode puts no folder on the path, and some tests share a module of this one.
+sys.path.append(str(Path(__file__).parent))
 torch.set_num_threads(1)
 
 MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
@@ -81,6 +85,29 @@ class Oracle:
         table = np.array([self.element(code, element) for code in range(256)])
         blocks = table[codes.astype(int)].reshape(*x.shape[:-1], -1, 32)
         return torch.from_numpy(np.ldexp(blocks, bytes_[..., None] - 127).reshape(x.shape))
+
+    def quantize_tiles(
+        self, x: torch.Tensor, element: str = "e4m3", rule: str = "rceil"
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return codes and one scale byte for each 128 x 128 of the last two dimensions."""
+        codes, bytes_ = self.quantize(_tiles(x), element, rule, 128 * 128)
+        back = codes.reshape(*bytes_.shape[:-1], 128, 128)
+        back = np.moveaxis(back, -2, -3).reshape(x.shape)
+        return back, bytes_[..., 0]
+
+    def round_trip_tiles(
+        self, x: torch.Tensor, element: str = "e4m3", rule: str = "rceil"
+    ) -> torch.Tensor:
+        """Return finite `x` as tiles of 128 x 128 with a shared scale hold it, in float64."""
+        tiles = _tiles(x)
+        back = self.round_trip(tiles, element, rule, 128 * 128)
+        return back.unflatten(-1, (128, 128)).transpose(-2, -3).reshape(x.shape)
+
+
+def _tiles(x: torch.Tensor) -> torch.Tensor:
+    *_, rows, columns = x.shape
+    split = x.unflatten(-1, (columns // 128, 128)).unflatten(-3, (rows // 128, 128))
+    return split.transpose(-2, -3).flatten(-2)
 
 
 @pytest.fixture(scope="session")

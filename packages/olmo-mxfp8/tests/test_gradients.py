@@ -90,8 +90,13 @@ def test_products_are_those_of_the_operands_quantised_by_the_oracle(recipe, orac
     def q(tensor, element):
         return oracle.round_trip(tensor, element, recipe.scale_rule, recipe.granularity)
 
-    qx, qw_along_d = q(x, recipe.element), q(w, recipe.element)
-    qdy, qw_along_f = q(dy, recipe.grad_element), q(w.mT.contiguous(), recipe.element).mT
+    def q_weights(tensor):
+        if recipe.granularity == 32:
+            return q(tensor, recipe.element)
+        return oracle.round_trip_tiles(tensor, recipe.element, recipe.scale_rule)
+
+    qx, qw_along_d = q(x, recipe.element), q_weights(w)
+    qdy, qw_along_f = q(dy, recipe.grad_element), q_weights(w.mT.contiguous()).mT
     expected_y = torch.cat(per_expert(sizes, lambda e, r: qx[r] @ qw_along_d[e].T))
     expected_dx = torch.cat(per_expert(sizes, lambda e, r: qdy[r] @ qw_along_f[e]))
     expected_dw = torch.stack(per_expert(sizes, lambda e, r: dy[r].double().T @ qx[r]))
@@ -123,6 +128,47 @@ def test_gradients_are_close_to_the_unquantised_ones(recipe, errors):
                 assert (result - value).norm() / value.norm() < error
                 ratio = ((result * value).sum() / value.square().sum()).item()
                 assert ratio == pytest.approx(1, abs=0.004)
+
+
+@pytest.mark.parametrize("granularity", [32, 128])
+@pytest.mark.parametrize("rule", ["rceil", "floor"])
+def test_a_quantised_weight_gradient_shares_no_scale_between_experts(granularity, rule, oracle):
+    """It is that of each expert alone, zero-padded to whole blocks, whoever its neighbours are."""
+    sizes = (33, 31, 0, 64, 1)
+    x, w, dy = operands(129 + 5, 5, d=128, f=128)
+    for rows, magnitude in ((slice(0, 33), 1e4), (slice(33, 64), 1e-2)):
+        x[rows] *= magnitude
+        dy[rows] *= magnitude
+    x[129:], dy[129:] = torch.nan, torch.inf
+    recipe = MXRecipe(
+        weight_grad="mxfp8", grad_element="e5m2", granularity=granularity, scale_rule=rule
+    )
+    _, _, dw = run(mx_grouped_mm, x, w, dy, offsets(sizes), recipe=recipe)
+
+    def along_rows(tensor, element):
+        spare = -tensor.shape[0] % granularity
+        padded = torch.cat([tensor, tensor.new_zeros(spare, tensor.shape[1])])
+        values = oracle.round_trip(padded.T.contiguous(), element, rule, granularity)
+        return values.T[: tensor.shape[0]]
+
+    def alone(e, rows):
+        if sizes[e] == 0:
+            return torch.zeros(128, 128).double()
+        kept = oracle.round_trip(x[rows], "e4m3", rule, granularity).float()
+        return along_rows(dy[rows], "e5m2").T @ along_rows(kept, "e4m3")
+
+    for e, expected in enumerate(per_expert(sizes, alone)):
+        assert (dw[e] - expected).norm() <= 1e-6 * expected.norm(), f"expert {e}"
+
+
+def test_an_input_gradient_in_high_precision():
+    sizes = (5, 0, 9)
+    x, w, dy = operands(16, 3)
+    dy[14:] = torch.nan
+    _, dx, _ = run(mx_grouped_mm, x, w, dy, offsets(sizes), recipe=MXRecipe(input_grad="high"))
+    expected = torch.cat(per_expert(sizes, lambda e, r: dy[r].double() @ w[e].double()))
+    assert (dx[:14] - expected).norm() < 1e-6 * expected.norm()
+    assert (dx[14:] == 0).all()
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -223,7 +269,7 @@ def test_saves_33_bytes_for_32_values_of_the_rows():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         mx_linear(x, w)
     rows = [t for t in saved if t.untyped_storage().data_ptr() != w.untyped_storage().data_ptr()]
-    assert sum(t.nbytes for t in rows) == 64 * 128 * 33 // 32
+    assert sum(t.nbytes for t in rows) == 64 * 128 * 33 // 32 + 4  # and where the rows end
 
 
 def test_a_weight_edited_before_the_backward_is_noticed():
@@ -255,6 +301,10 @@ def test_nan_in_a_row_or_its_gradient_stays_visible_and_local():
         ("grad_element", None, "`grad_element` must be 'e4m3' or 'e5m2', got None"),
         ("scale_rule", "even", "`scale_rule` must be 'rceil' or 'floor', got 'even'"),
         ("granularity", 16, "`granularity` must be 32 or 128, got 16"),
+        ("input_grad", "bf16", "`input_grad` must be 'mxfp8' or 'high', got 'bf16'"),
+        ("weight_grad", "bf16", "`weight_grad` must be 'mxfp8' or 'high', got 'bf16'"),
+        ("saved", None, "`saved` must be 'mxfp8' or 'high', got None"),
+        ("impl", "triton", "`impl` must be one of .*, got 'triton'"),
     ],
 )
 def test_recipe_refuses_other_values(field, value, message):

@@ -5,24 +5,23 @@ bfloat16, which the interpreter gets wrong.
 """
 
 import math
-import os
 
 import pytest
 import torch
-from olmo_mxfp8 import MXTensor, dequantize, quantize, quantize_both
+from mx_kernel_setting import DEVICE, INTERPRETED, KERNEL_MARKS
+from olmo_mxfp8 import (
+    MXTensor,
+    dequantize,
+    dequantize_rows,
+    quantize,
+    quantize_both,
+    swiglu_quantize,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
 CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device"
-    ),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
-]
+pytestmark = KERNEL_MARKS
 
 
 def _hard(*shape, dtype, seed=0):
@@ -67,6 +66,17 @@ def test_quantize_gives_the_bits_of_the_reference(element, rule, dtype):
 
 @pytest.mark.parametrize("rule", ["rceil", "floor"])
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_tiles_give_the_bits_of_the_reference(element, rule):
+    x = _hard(2, 256, 384, dtype=torch.float32)
+    x[1, :128] = 0
+    for dim in (1, 2):
+        options = {"dim": dim, "element": element, "scale_rule": rule, "granularity": "128x128"}
+        want = quantize(x, **options, impl="reference")
+        _assert_same(quantize(x.to(DEVICE), **options, impl="triton"), want)
+
+
+@pytest.mark.parametrize("rule", ["rceil", "floor"])
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 def test_both_orientations_are_those_of_two_calls(element, rule):
     options = {"element": element, "scale_rule": rule}
     for shape in [(32, 32), (64, 160), (96, 256)]:
@@ -95,6 +105,20 @@ def test_dequantize_reads_scales_along_any_dimension(dim):
     assert torch.equal(_bits(got), _bits(dequantize(t, impl="reference")))
 
 
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_gathered_rows_have_the_bits_of_the_reference(element):
+    for width in (32, 96, 4128):
+        x = _hard(40, width, dtype=torch.float32)
+        t = quantize(x, element=element, impl="reference")
+        rows = torch.randint(-1, 40, (77,), generator=torch.Generator().manual_seed(1))
+        for dtype in DTYPES:
+            want = dequantize_rows(t, rows, dtype, impl="reference")
+            got = dequantize_rows(t.to(DEVICE), rows.int().to(DEVICE), dtype, impl="triton")
+            assert torch.equal(_bits(got.cpu()), _bits(want))
+    none = dequantize_rows(t.to(DEVICE), rows[:0].to(DEVICE), impl="triton")
+    assert none.shape == (0, 4128)
+
+
 def test_layouts_and_empty_tensors():
     x = _hard(64, 64, dtype=torch.float32)
     views = [x.T, x[:, 32:], torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)]
@@ -108,20 +132,56 @@ def test_layouts_and_empty_tensors():
 def test_operators_keep_the_rules_of_torch():
     x = _hard(64, 64, dtype=torch.float32).nan_to_num(0.0, 1.0, -1.0).to(DEVICE)
     operators = torch.ops.olmo_mxfp8
-    torch.library.opcheck(operators.quantize.default, (x, 1, "e4m3", True, 32))
+    torch.library.opcheck(operators.quantize.default, (x, 1, "e4m3", True, 32, False))
     torch.library.opcheck(operators.quantize_both.default, (x, "e5m2", False))
-    codes, scales = operators.quantize(x, 0, "e4m3", True, 32)
+    codes, scales = operators.quantize(x, 0, "e4m3", True, 32, False)
     torch.library.opcheck(operators.dequantize.default, (codes, scales, 0, "e4m3", torch.float32))
+    codes, scales = operators.quantize(x, 1, "e4m3", True, 32, False)
+    rows = torch.tensor([3, -1, 60], device=DEVICE)
+    arguments = (codes, scales, rows, "e4m3", torch.float32)
+    torch.library.opcheck(operators.dequantize_rows.default, arguments)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter is not for large tensors")
 def test_addresses_past_32_bits():
-    x = torch.zeros(2**26 + 1, 32, device=DEVICE, dtype=torch.bfloat16)
-    x[-1] = torch.arange(32)
-    t = quantize(x, impl="triton")
-    assert torch.equal(dequantize(t, torch.bfloat16, impl="triton")[-1], x[-1])
-    columns = quantize(x, dim=1, impl="triton")
-    assert torch.equal(columns.scales[-1], t.scales[-1])
+    x = torch.zeros(2**26 + 32, 32, device=DEVICE, dtype=torch.bfloat16)
+    x[-32:] = torch.arange(32 * 32).view(32, 32)
+    last = x[-32:].cpu()
+    for dim in (1, 0):
+        t = quantize(x, dim=dim, impl="triton")
+        want = quantize(last, dim=dim, impl="reference")
+        assert torch.equal(t.data[-32:].view(torch.uint8).cpu(), want.data.view(torch.uint8))
+        assert torch.equal(t.scales[-want.scales.shape[0] :].cpu(), want.scales)
+        values = dequantize(t, torch.bfloat16, impl="triton")[-32:].cpu()
+        assert torch.equal(values, dequantize(want, torch.bfloat16, impl="reference"))
+
+
+class _Operators(TorchDispatchMode):
+    """Collects the names of the operators of this package that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "olmo_mxfp8":
+            self.names.append(func._schema.name.removeprefix("olmo_mxfp8::"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_auto_takes_proven_kernels_on_cuda_alone():
+    x = torch.randn(64, 64, device=DEVICE)
+    with _Operators() as ran:
+        t = quantize(x)
+        quantize_both(x)
+        dequantize(t)
+        dequantize(t, torch.float64)
+        quantize(torch.zeros(128, 128, device=DEVICE), granularity="128x128")
+        swiglu_quantize(x)
+        dequantize_rows(t, torch.zeros(3, device=DEVICE, dtype=torch.int32), torch.float32)
+    names = ["quantize", "quantize_both", "dequantize", "dequantize"]
+    names += ["quantize", "swiglu_quantize"]
+    assert ran.names == ([] if INTERPRETED else names)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no device to wait for")

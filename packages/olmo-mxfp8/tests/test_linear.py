@@ -81,6 +81,28 @@ def test_never_uses_a_stale_weight():
     assert torch.equal(layer.train()(x), y)
 
 
+def test_a_cached_weight_is_the_weight_or_an_error():
+    plain, layer = MXLinear(64, 32), MXLinear(64, 32, cached=True)
+    layer.load_state_dict(plain.state_dict())
+    assert list(layer.state_dict()) == ["weight"]
+    x = torch.randn(7, 64)
+    assert torch.equal(layer(x), plain(x))
+    assert torch.equal(copy.deepcopy(layer)(x), plain(x))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    layer(x).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="this `WeightCache` is stale"):
+        layer(x)
+    layer.refresh()
+    assert torch.equal(layer(x), MXLinear.from_linear(layer)(x))
+    shared = MXLinear.from_linear(plain, cached=True)
+    assert torch.equal(shared(x), plain(x))
+    assert "cached=True" in repr(shared)
+    layer.weight = nn.Parameter(torch.randn(32, 64))
+    with pytest.raises(ValueError, match="`cache` must be that of `w`"):
+        layer(x)
+
+
 def test_input_gradient_uses_the_live_weight():
     layer = MXLinear(64, 32)
     for _ in range(2):

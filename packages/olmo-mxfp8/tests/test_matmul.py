@@ -4,7 +4,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from olmo_mxfp8 import MXTensor, dequantize, quantize, scaled_grouped_mm, scaled_mm
+from olmo_mxfp8 import (
+    MXTensor,
+    _product_impl,
+    _product_kernels,
+    dequantize,
+    quantize,
+    scaled_grouped_mm,
+    scaled_mm,
+)
 
 
 def offsets(*sizes):
@@ -105,6 +113,39 @@ def test_autocast_does_not_round_the_sum():
     expected = scaled_mm(a, b, out_dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(scaled_mm(a, b, out_dtype=torch.float32), expected)
+
+
+class TestAuto:
+    """Which implementation "auto" takes, on devices that need not be here."""
+
+    @staticmethod
+    def pick(granularities=(128, "128x128"), width=64):
+        device = torch.device("cuda", 0)
+        return _product_impl.pick_product("auto", device, granularities, 4, 2, width)
+
+    def test_it_takes_the_first_that_can_run(self, monkeypatch):
+        monkeypatch.setattr(_product_kernels, "why_no_kernel", lambda device, index: None)
+        for capability, expected in [((9, 0), "coarse"), ((10, 0), "dequantise")]:
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+            assert self.pick() == expected
+            assert self.pick((32, 32)) == self.pick((128, 128)) == "dequantise"
+            assert self.pick(width=12) == "reference"
+
+    @pytest.mark.parametrize(
+        ("impl", "message"),
+        [
+            ("triton", r"`impl` must be one of \('auto', 'reference', .*got 'triton'"),
+            ("dequantise", "`impl='dequantise'` cannot run: it runs on CUDA, not on cpu; use"),
+            ("coarse", "`impl='coarse'` cannot run: it runs on CUDA, not on cpu"),
+            ("native", "`impl='native'` cannot run: it runs on CUDA, not on cpu"),
+        ],
+    )
+    def test_a_named_one_that_cannot_run_is_refused(self, impl, message):
+        a, b = quantize(torch.zeros(4, 64)), quantize(torch.zeros(8, 64))
+        with pytest.raises(ValueError, match=message):
+            scaled_mm(a, b, impl=impl)
+        with pytest.raises(ValueError, match=message):
+            scaled_grouped_mm(a, stack(b), offsets(4), impl=impl)
 
 
 class TestRefusals:

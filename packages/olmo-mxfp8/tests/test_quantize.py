@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from olmo_mxfp8 import dequantize, quantize
+from olmo_mxfp8 import _impl, dequantize, quantize
 
 ELEMENTS = ["e4m3", "e5m2"]
 RULES = ["rceil", "floor"]
@@ -225,7 +225,7 @@ def test_carries_no_gradient_and_leaves_its_input():
         ({"x": torch.zeros(2, 44)}, ValueError, r"`x.shape\[1\]` must be.*44.*pad it to 64"),
         ({"x": torch.zeros(33, 32), "dim": 0}, ValueError, r"`x.shape\[0\]` .*pad it to 64"),
         ({"granularity": 128}, ValueError, r"multiple of 128 \(`granularity`\), got 32"),
-        ({"granularity": 64}, ValueError, "`granularity` must be 32 or 128, got 64"),
+        ({"granularity": 64}, ValueError, "`granularity` must be 32, 128 or '128x128', got 64"),
         ({"element": "e3m4"}, ValueError, "`element` must be 'e4m3' or 'e5m2', got 'e3m4'"),
         ({"scale_rule": "ceil"}, ValueError, "`scale_rule` must be 'rceil' or 'floor', got 'ceil'"),
         ({"dim": 2}, ValueError, r"`dim` must be in \[-2, 2\) for `x` of shape \(2, 32\), got 2"),
@@ -235,3 +235,20 @@ def test_carries_no_gradient_and_leaves_its_input():
 def test_bad_arguments_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         quantize(**{"x": torch.zeros(2, 32), **arguments})
+
+
+def test_auto_takes_a_kernel_that_has_run_on_a_gpu_and_no_other(monkeypatch):
+    """As it decides on CUDA, wherever this runs."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(_impl, "why_no_kernel", lambda device, index: None)
+    for kernel in _impl.PROVEN:
+        assert _impl.pick(kernel, "auto", device)
+        assert not _impl.pick(kernel, "auto", device, "it computes in float32")
+        assert not _impl.pick(kernel, "auto", torch.device("cpu"))
+        assert not _impl.pick(kernel, "reference", device)
+    assert not _impl.pick("dequantize_rows", "auto", device)
+    assert _impl.pick("dequantize_rows", "triton", device)
+    with pytest.raises(ValueError, match="`impl='triton'` cannot run: it computes in float32"):
+        _impl.pick("quantize", "triton", device, "it computes in float32")
+    with pytest.raises(ValueError, match="`impl` must be one of"):
+        _impl.pick("quantize", "torch", device)

@@ -18,9 +18,11 @@ import torch
 
 Element = Literal["e4m3", "e5m2"]
 ScaleRule = Literal["rceil", "floor"]
-Granularity = Literal[32, 128]
+Granularity = Literal[32, 128, "128x128"]
+RowGranularity = Literal[32, 128]
 
 BLOCK = 32  # values that share one scale byte
+COARSE = 128  # values along a dimension whose four scale bytes are the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,10 @@ def check_element(name: str, element: str) -> None:
         raise ValueError(f"`{name}` must be 'e4m3' or 'e5m2', got {element!r}.")
 
 
-def check_scaling(scale_rule: str, granularity: int) -> None:
-    """Raise `ValueError` unless both are among the choices."""
+def check_scale_rule(scale_rule: str) -> None:
+    """Raise `ValueError` unless `scale_rule` is one of the choices."""
     if scale_rule not in get_args(ScaleRule):
         raise ValueError(f"`scale_rule` must be 'rceil' or 'floor', got {scale_rule!r}.")
-    if granularity not in get_args(Granularity):
-        raise ValueError(f"`granularity` must be 32 or 128, got {granularity!r}.")
 
 
 def check_source(name: str, tensor: torch.Tensor) -> None:
@@ -71,3 +71,25 @@ def check_blocks(what: str, size: int, granularity: int) -> None:
             f"{what} must be a multiple of {granularity} (`granularity`), got {size}; "
             f"zero-pad it to {padded}, or keep this operand in high precision."
         )
+
+
+def check_row_granularity(granularity: object) -> None:
+    """Raise `ValueError` unless `granularity` is one that rows can have."""
+    if granularity not in get_args(RowGranularity):
+        raise ValueError(f"`granularity` must be 32 or 128, got {granularity!r}.")
+
+
+def check_granularity(name: str, shape: torch.Size, dim: int, granularity: Granularity) -> None:
+    """Raise `ValueError` unless `granularity` is a choice and fits a tensor along `dim`."""
+    if granularity not in get_args(Granularity):
+        raise ValueError(f"`granularity` must be 32, 128 or '128x128', got {granularity!r}.")
+    if granularity != "128x128":
+        check_blocks(f"`{name}.shape[{dim}]`", shape[dim], granularity)
+        return
+    if dim < len(shape) - 2 or len(shape) < 2:
+        raise ValueError(
+            f"`granularity='128x128'` shares scales over the last two dimensions, so `dim` must be "
+            f"one of those, got {dim} for `{name}` of shape {tuple(shape)}."
+        )
+    for each in (len(shape) - 2, len(shape) - 1):
+        check_blocks(f"`{name}.shape[{each}]`", shape[each], COARSE)

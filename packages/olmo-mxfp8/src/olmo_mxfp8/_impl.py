@@ -8,11 +8,24 @@ import torch
 
 Impl = Literal["auto", "reference", "triton"]
 
+PROVEN = frozenset(
+    {
+        "quantize",
+        "quantize_tiles",
+        "quantize_both",
+        "dequantize",
+        "swiglu_quantize",
+        "swiglu_quantize_backward",
+    }
+)
+"""The kernels that "auto" may take: those that have run on a GPU. `dequantize_rows` has not yet."""
 
-def pick(impl: Impl, device: torch.device, reason: str | None = None) -> bool:
-    """Return whether the kernels run.
+
+def pick(kernel: str, impl: Impl, device: torch.device, reason: str | None = None) -> bool:
+    """Return whether a kernel runs.
 
     Args:
+        kernel: Its name.
         impl: What the caller asked for.
         device: Where the tensors are.
         reason: Why the kernels cannot take these arguments, or None when they can.
@@ -21,14 +34,15 @@ def pick(impl: Impl, device: torch.device, reason: str | None = None) -> bool:
         ValueError: `impl` is unknown, or is "triton" where that cannot run.
 
     Note:
-        "auto" is "reference" on every device.
+        "auto" is "triton" on CUDA where a proven kernel can take the arguments, else "reference".
     """
     if impl not in get_args(Impl):
         raise ValueError(f"`impl` must be one of {get_args(Impl)}, got {impl!r}.")
-    # The kernels have not run on a GPU yet: nobody gets them without asking for them.
-    if impl != "triton":
+    if impl == "reference":
         return False
-    reason = _why_no_kernel(device) or reason
+    if impl == "auto" and (device.type != "cuda" or kernel not in PROVEN):
+        return False
+    reason = why_no_kernel(device.type, device.index) or reason
     if reason and impl == "triton":
         raise ValueError(
             f"`impl='triton'` cannot run: {reason}; use impl='reference' or impl='auto'."
@@ -36,17 +50,22 @@ def pick(impl: Impl, device: torch.device, reason: str | None = None) -> bool:
     return reason is None
 
 
-def _why_no_kernel(device: torch.device) -> str | None:
+def why_no_kernel(device: str, index: int | None) -> str | None:
+    """Say why Triton's kernels cannot run on a device, or return None when they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
+    if device == "cuda":
+        capability = torch.cuda.get_device_capability(index)
         if torch.version.cuda is None or capability[0] < 8:
             return f"it needs compute capability 8.0 or newer, this device has {capability}"
         return None
-    if device.type == "cpu" and _interpreted():
+    if device == "cpu" and _interpreted():
         return None
-    return f"it runs on CUDA, not on {device.type}"
+    return f"it runs on CUDA, not on {device}"
+
+
+# What the machine can do is a constant of a compiled graph: a tracer cannot follow `find_spec`.
+why_no_kernel._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] # what torch.compiler.assume_constant_result sets, without importing the compiler
 
 
 @cache

@@ -13,7 +13,7 @@ from ._formats import BLOCK, FORMATS, Element, Format
 
 @torch.library.custom_op("olmo_mxfp8::quantize", mutates_args=())
 def quantize(
-    x: Tensor, dim: int, element: str, rceil: bool, granularity: int
+    x: Tensor, dim: int, element: str, rceil: bool, granularity: int, tiles: bool
 ) -> tuple[Tensor, Tensor]:
     """Return codes and scale bytes along `dim`, packed."""
     from ._triton import quantize as kernels
@@ -21,8 +21,10 @@ def quantize(
     if x.numel() == 0:
         return _quantized(x, dim)
     with torch.cuda.device_of(x):
+        if tiles:
+            return kernels.quantize_tiles(x.contiguous(), dim, element_format(element), rceil=rceil)
         return kernels.quantize(
-            x.contiguous(), dim, _format(element), rceil=rceil, granularity=granularity
+            x.contiguous(), dim, element_format(element), rceil=rceil, granularity=granularity
         )
 
 
@@ -34,7 +36,7 @@ def quantize_both(x_MK: Tensor, element: str, rceil: bool) -> tuple[Tensor, Tens
     if x_MK.numel() == 0:
         return *_quantized(x_MK, 1), *_quantized(x_MK, 0)
     with torch.cuda.device_of(x_MK):
-        return kernels.quantize_both(x_MK.contiguous(), _format(element), rceil=rceil)
+        return kernels.quantize_both(x_MK.contiguous(), element_format(element), rceil=rceil)
 
 
 @torch.library.custom_op("olmo_mxfp8::dequantize", mutates_args=())
@@ -46,11 +48,79 @@ def dequantize(codes: Tensor, scales: Tensor, dim: int, element: str, dtype: tor
         return codes.new_empty(codes.shape, dtype=dtype)
     with torch.cuda.device_of(codes):
         return kernels.dequantize(
-            codes.contiguous(), scales.contiguous(), dim, _format(element), dtype
+            codes.contiguous(), scales.contiguous(), dim, element_format(element), dtype
         )
 
 
-def _format(element: str) -> Format:
+@torch.library.custom_op("olmo_mxfp8::dequantize_rows", mutates_args=())
+def dequantize_rows(
+    codes: Tensor, scales: Tensor, rows_R: Tensor, element: str, dtype: torch.dtype
+) -> Tensor:
+    """Return the values of chosen rows, packed; zeros where `rows_R` is -1."""
+    from ._triton import dequantize_rows as kernels
+
+    if codes.numel() == 0 or rows_R.numel() == 0:
+        return codes.new_zeros(rows_R.numel(), codes.shape[1], dtype=dtype)
+    with torch.cuda.device_of(codes):
+        return kernels.dequantize_rows(
+            codes.contiguous(),
+            scales.contiguous(),
+            rows_R.contiguous(),
+            element_format(element),
+            dtype,
+        )
+
+
+@torch.library.custom_op("olmo_mxfp8::swiglu_quantize", mutates_args=())
+def swiglu_quantize(
+    hidden_R2H: Tensor, weights_R: Tensor | None, element: str, rceil: bool, granularity: int
+) -> tuple[Tensor, Tensor]:
+    """Return codes and scale bytes of the activation along its last dimension, packed."""
+    from ._triton import swiglu as kernels
+
+    if hidden_R2H.numel() == 0:
+        return _quantized(hidden_R2H[:, : hidden_R2H.shape[1] // 2], 1)
+    with torch.cuda.device_of(hidden_R2H):
+        return kernels.swiglu_quantize(
+            hidden_R2H.contiguous(),
+            None if weights_R is None else weights_R.contiguous(),
+            element_format(element),
+            rceil=rceil,
+            granularity=granularity,
+        )
+
+
+@torch.library.custom_op("olmo_mxfp8::swiglu_quantize_backward", mutates_args=())
+def swiglu_quantize_backward(
+    d_act_RH: Tensor,
+    hidden_R2H: Tensor,
+    weights_R: Tensor | None,
+    element: str,
+    rceil: bool,
+    granularity: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes and scale bytes of the gradient of `hidden`, and parts of that of `weights`.
+
+    The parts, (R, H / granularity), are unwritten without weights.
+    """
+    from ._triton import swiglu as kernels
+
+    if d_act_RH.numel() == 0:
+        parts = _weight_parts(d_act_RH, granularity)
+        return *_quantized(hidden_R2H, 1), parts.zero_()
+    with torch.cuda.device_of(d_act_RH):
+        return kernels.swiglu_quantize_backward(
+            d_act_RH.contiguous(),
+            hidden_R2H.contiguous(),
+            None if weights_R is None else weights_R.contiguous(),
+            element_format(element),
+            rceil=rceil,
+            granularity=granularity,
+        )
+
+
+def element_format(element: str) -> Format:
+    """Return the format of a name."""
     # The schema of an operator has strings, not literals.
     return FORMATS[cast(Element, element)]
 
@@ -61,8 +131,15 @@ def _quantized(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(shape, dtype=torch.uint8)
 
 
+def _weight_parts(d_act_RH: Tensor, granularity: int) -> Tensor:
+    R, H = d_act_RH.shape
+    return d_act_RH.new_empty(R, H // granularity, dtype=torch.float32)
+
+
 @quantize.register_fake
-def _(x: Tensor, dim: int, element: str, rceil: bool, granularity: int) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor, dim: int, element: str, rceil: bool, granularity: int, tiles: bool
+) -> tuple[Tensor, Tensor]:
     return _quantized(x, dim)
 
 
@@ -74,3 +151,27 @@ def _(x_MK: Tensor, element: str, rceil: bool) -> tuple[Tensor, Tensor, Tensor, 
 @dequantize.register_fake
 def _(codes: Tensor, scales: Tensor, dim: int, element: str, dtype: torch.dtype) -> Tensor:
     return codes.new_empty(codes.shape, dtype=dtype)
+
+
+@swiglu_quantize.register_fake
+def _(
+    hidden_R2H: Tensor, weights_R: Tensor | None, element: str, rceil: bool, granularity: int
+) -> tuple[Tensor, Tensor]:
+    return _quantized(hidden_R2H[:, : hidden_R2H.shape[1] // 2], 1)
+
+
+@swiglu_quantize_backward.register_fake
+def _(
+    d_act_RH: Tensor,
+    hidden_R2H: Tensor,
+    weights_R: Tensor | None,
+    element: str,
+    rceil: bool,
+    granularity: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *_quantized(hidden_R2H, 1), _weight_parts(d_act_RH, granularity)
+
+
+@dequantize_rows.register_fake
+def _(codes: Tensor, scales: Tensor, rows_R: Tensor, element: str, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(rows_R.shape[0], codes.shape[1], dtype=dtype)

@@ -5,41 +5,51 @@
 
 An element times its scale has at most four significant bits, so a product of two is exact in
 float32 and the sum, also in float32, is the only rounding before the last one to `out_dtype`. The
-reference form multiplies the dequantised operands, the numbers that scaled matrix units multiply.
+implementations differ in where they multiply:
+
+    reference    the dequantised operands, in float32, in plain torch
+    dequantise   the same values in bfloat16, which holds them exactly, on any GPU's tensor cores
+    coarse       the codes, on Hopper's FP8 units, where 128 values share a scale
+    native       the codes, on Blackwell's scaled units
 
 Shapes: M, R rows, N output features, K contraction, E experts.
 Source: OCP Microscaling Formats (MX) Specification 1.0, section 6.2 (the dot product).
 """
 
-from collections.abc import Sequence
-
 import torch
 
-from . import reference
-from ._quantize import dequantize
+from ._product_impl import ProductImpl, pick_product
+from ._products import Groups, multiply_rows
 from ._tensor import MXTensor
 from ._uncompiled import uncompiled
 
 
-def scaled_mm(a: MXTensor, b: MXTensor, *, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def scaled_mm(
+    a: MXTensor,
+    b: MXTensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    impl: ProductImpl = "auto",
+) -> torch.Tensor:
     """Return `a @ b.T`, accumulated in float32.
 
     Args:
         a: `(M, K)`, quantised along K.
         b: `(N, K)`, quantised along K, laid out as in `nn.Linear`; its element format may differ.
         out_dtype: bfloat16, float16 or float32.
+        impl: As for `scaled_grouped_mm`.
 
     Returns:
         `out_dtype`, `(M, N)`.
 
     Raises:
         TypeError: `out_dtype` is another one.
-        ValueError: The shapes, dimensions or devices do not fit.
+        ValueError: The shapes, dimensions or devices do not fit, or the named `impl` cannot run.
     """
     _check_operands(a, b, b_ndim=2)
     _check_out_dtype(out_dtype)
-    b_as_stack = MXTensor(b.data.unsqueeze(0), b.scales.unsqueeze(0), 2, b.element)
-    return grouped_product(a, b_as_stack, [a.shape[0]], a.shape[0], out_dtype)
+    impl = pick_product(impl, a.device, (a.granularity, b.granularity), a.shape[0], 1, b.shape[0])
+    return multiply_rows(a, as_stack(b), whole(a.shape[0], a.device, impl), impl, out_dtype)
 
 
 @uncompiled(reason="the reference form reads `offsets_E` on the host")
@@ -49,6 +59,7 @@ def scaled_grouped_mm(
     offsets_E: torch.Tensor,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
+    impl: ProductImpl = "auto",
 ) -> torch.Tensor:
     """Return `a @ b[e].T` for the rows of each expert `e`, accumulated in float32.
 
@@ -60,37 +71,67 @@ def scaled_grouped_mm(
         b: `(E, N, K)`, quantised along K; its element format may differ.
         offsets_E: int32, `(E,)`, the inclusive ends of each expert's rows, ascending, at most R.
         out_dtype: bfloat16, float16 or float32.
+        impl: `"reference"` is plain torch in float32; on a GPU it reads the offsets, so the host
+            waits. The others are Triton kernels without a host sync, for N a multiple of 8, up to
+            512 experts and fewer than 2^30 rows. `"dequantise"` makes bfloat16 copies of both
+            operands, exact for values from 2^-133 on, and multiplies those: CUDA of compute
+            capability 8.0 or newer. `"coarse"` multiplies the codes on FP8 tensor cores and adds in
+            float32 after each 128 of K: compute capability 9.x, `a` of granularity 128, `b` of
+            granularity `"128x128"`; it is within `2^-10 sum |a| |b|` of the exact sum. `"native"`
+            gives codes and scales to the scaled units of compute capability 10.x; it has been
+            compiled for those and never run. On a CPU, `"dequantise"` and `"coarse"` run in
+            Triton's interpreter alone. `"auto"` is the first of `"coarse"` and `"dequantise"` that
+            can run, on CUDA, because each reads the operands once and waits for nothing on the
+            host; and `"reference"` everywhere else.
 
     Returns:
         `out_dtype`, `(R, N)`.
 
     Raises:
         TypeError: `offsets_E` or `out_dtype` has another dtype.
-        ValueError: The shapes, dimensions, devices or offsets do not fit.
+        ValueError: The shapes, dimensions or devices do not fit, the offsets do not (checked where
+            they can be read without waiting, on a CPU and by the reference), or the named `impl`
+            cannot run.
 
     Note:
-        The reference form reads `offsets_E` on the host; `torch.compile` breaks its graph here.
+        Offsets on a GPU that decrease or pass R fail an assertion on the device, which ends the
+        process's use of it. `torch.compile` breaks its graph here.
     """
     _check_operands(a, b, b_ndim=3)
     _check_out_dtype(out_dtype)
-    ends = read_offsets(offsets_E, b.shape[0], a.shape[0], a.device)
-    used = MXTensor(a.data[: ends[-1]], a.scales[: ends[-1]], a.dim, a.element)
-    return grouped_product(used, b, ends, a.shape[0], out_dtype)
+    granularities = (a.granularity, b.granularity)
+    impl = pick_product(impl, a.device, granularities, a.shape[0], b.shape[0], b.shape[1])
+    groups = read_groups(offsets_E, b.shape[0], a.shape[0], a.device, impl)
+    return multiply_rows(a, b, groups, impl, out_dtype)
 
 
-def grouped_product(
-    a: MXTensor, b: MXTensor, ends: Sequence[int], num_rows: int, out_dtype: torch.dtype
-) -> torch.Tensor:
-    """Multiply operands that are known to fit; `a` has only rows of experts, the result more."""
-    out = reference.grouped_product(dequantize(a), dequantize(b), ends, num_rows)
-    # Fresh, also in float32: `torch.compile` gives a gradient of 0 to a result written by `out=`.
-    return out.to(out_dtype, copy=True)
+def as_stack(b: MXTensor) -> MXTensor:
+    """Return one matrix as the weights of one expert."""
+    return MXTensor(b.data[None], b.scales[None], b.dim + 1, b.element, b.granularity)
 
 
-def read_offsets(
-    offsets_E: torch.Tensor, num_experts: int, num_rows: int, device: torch.device
-) -> list[int]:
-    """Return the offsets as integers, or raise what `scaled_grouped_mm` documents."""
+def whole(num_rows: int, device: torch.device, impl: ProductImpl) -> Groups:
+    """Return the groups of a product that is not grouped: all rows are one expert's."""
+    end = torch.full((1,), num_rows, dtype=torch.int32, device=device)
+    return Groups([num_rows] if impl == "reference" else None, end)
+
+
+def read_groups(
+    offsets_E: torch.Tensor,
+    num_experts: int,
+    num_rows: int,
+    device: torch.device,
+    impl: ProductImpl,
+) -> Groups:
+    """Return the groups in the form that `impl` takes, or raise what `scaled_grouped_mm` says."""
+    check_offsets(offsets_E, num_experts, device)
+    if impl == "reference" or device.type == "cpu":
+        return Groups(read_offsets(offsets_E, num_rows), offsets_E)
+    return Groups(None, offsets_E)
+
+
+def check_offsets(offsets_E: torch.Tensor, num_experts: int, device: torch.device) -> None:
+    """Raise unless `offsets_E` can be the ends of `num_experts` experts; reads no values."""
     if offsets_E.dtype != torch.int32:
         raise TypeError(f"`offsets_E` must be int32, got {offsets_E.dtype}; call `.int()` on it.")
     if tuple(offsets_E.shape) != (num_experts,) or num_experts == 0:
@@ -102,6 +143,10 @@ def read_offsets(
         raise ValueError(
             f"`offsets_E` must be on the device of the rows, {device}, got {offsets_E.device}."
         )
+
+
+def read_offsets(offsets_E: torch.Tensor, num_rows: int) -> list[int]:
+    """Return the offsets as integers; raises `ValueError` where they are no ends of rows."""
     ends = offsets_E.tolist()
     if ends != sorted(ends) or ends[0] < 0 or ends[-1] > num_rows:
         raise ValueError(

@@ -5,22 +5,27 @@ from typing import Self
 import torch
 from torch import nn
 
+from ._cached_weights import CachedWeights
 from ._formats import check_blocks
-from ._functional import DEFAULT_RECIPE, MXRecipe, mx_linear
+from ._functional import mx_linear
+from ._recipe import DEFAULT_RECIPE, MXRecipe
 
 
-class MXLinear(nn.Linear):
+class MXLinear(CachedWeights, nn.Linear):
     """A drop-in for `nn.Linear` that multiplies in MXFP8.
 
     The parameters are ordinary high-precision ones, with the names, shapes and initial values of
-    `nn.Linear`, and nothing else is in the state dict: checkpoints go both ways. Each forward
-    quantises the weight as it is now, so no optimizer step, load or edit can leave a stale copy.
+    `nn.Linear`, and nothing else is in the state dict: checkpoints go both ways. Unless `cached`,
+    each forward quantises the weight as it is now, so no optimizer step, load or edit can leave a
+    stale copy.
 
     Args:
         in_features: Input width D, a multiple of the recipe's granularity.
         out_features: Output width F, a multiple of it too, the contraction of the input gradient.
         bias: Add a learned `(F,)`, in high precision, after the product is rounded.
         recipe: How the operands are quantised.
+        cached: Keep the weight quantised between steps, in a `WeightCache`. `refresh` must then
+            follow each step of the optimizer and each edit; a forward with a stale copy raises.
         device: Of the parameters.
         dtype: Of the parameters: float32, bfloat16 or float16.
 
@@ -35,6 +40,7 @@ class MXLinear(nn.Linear):
         bias: bool = False,
         *,
         recipe: MXRecipe = DEFAULT_RECIPE,
+        cached: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -42,9 +48,12 @@ class MXLinear(nn.Linear):
         check_blocks("`out_features`", out_features, recipe.granularity)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.recipe = recipe
+        self._cache_weights(cached, "weight")
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, recipe: MXRecipe = DEFAULT_RECIPE) -> Self:
+    def from_linear(
+        cls, linear: nn.Linear, recipe: MXRecipe = DEFAULT_RECIPE, *, cached: bool = False
+    ) -> Self:
         """Return a layer that shares the parameters of `linear` (the same objects, not copies).
 
         Raises:
@@ -52,13 +61,16 @@ class MXLinear(nn.Linear):
         """
         layer = cls(linear.in_features, linear.out_features, recipe=recipe, device="meta")
         layer.weight, layer.bias = linear.weight, linear.bias
+        layer._cache_weights(cached, "weight")
         return layer.train(linear.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return `input @ weight.T + bias`, `(.., F)`, in the dtype of `input`, `(.., D)`."""
-        y = mx_linear(input, self.weight, recipe=self.recipe)
+        cache = self.cache_of("weight")
+        y = mx_linear(input, self.weight, recipe=self.recipe, cache=cache)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         """Return what `nn.Linear` prints, and the recipe."""
-        return f"{super().extra_repr()}, recipe={self.recipe}"
+        cached = ", cached=True" if self.caches is not None else ""
+        return f"{super().extra_repr()}, recipe={self.recipe}{cached}"

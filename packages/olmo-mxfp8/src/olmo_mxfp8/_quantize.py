@@ -5,13 +5,15 @@ import torch
 from . import _kernels, reference
 from ._formats import (
     BLOCK,
+    COARSE,
     FORMATS,
     Element,
     Granularity,
     ScaleRule,
     check_blocks,
     check_element,
-    check_scaling,
+    check_granularity,
+    check_scale_rule,
     check_source,
 )
 from ._impl import Impl, pick
@@ -35,17 +37,25 @@ def quantize(
     that neither can turn into an ordinary number. Blocks below the FP32 normals get scale 0 and are
     rounded like any other.
 
+    Coarse scales are shared more widely, and each is written once for every 32 values all the same:
+    the result is MXFP8 to any reader. The bounds above hold with the shared scale, which with
+    `rceil` is at most 1/224 of the largest value that shares it: the error is at most
+    `max(|x| / 16, 2^-17 largest)` for E4M3. A NaN or an infinity takes all that share its scale
+    with it.
+
     Args:
         x: float32, bfloat16 or float16, any shape of at least one dimension.
-        dim: The dimension along which values share a scale; a multiple of `granularity` long.
-            Use the contraction of the product that `x` goes into.
+        dim: The dimension along which values share a scale; a multiple of 32 long, of 128 for
+            coarse scales. Use the contraction of the product that `x` goes into.
         element: `"e4m3"` (largest 448, 4 significant bits) or `"e5m2"` (57344, 3 bits).
         scale_rule: `"rceil"` takes the smallest scale with which the block fits; `"floor"`, the
             rule of the OCP specification, can be one lower and saturates the top of such a block.
-        granularity: 32, or 128: four adjacent blocks share a scale, which is written four times.
+        granularity: 32; or 128: four adjacent blocks share a scale; or `"128x128"`: tiles of the
+            last two dimensions do, and quantising along either of the two gives the same codes.
+            The product on Hopper's FP8 units takes 128 for rows, `"128x128"` for weights.
         impl: `"reference"` is plain torch, `"triton"` one kernel on CUDA of compute capability 8.0
-            or newer, with the same bits. `"auto"` is `"reference"`: the kernels have not run on
-            a GPU yet.
+            or newer, with the same bits. `"auto"` is `"triton"` on CUDA where that can run, because
+            torch makes a dozen passes over memory, and `"reference"` everywhere else.
 
     Returns:
         Codes and scale bytes, contiguous. They carry no gradient; `mx_linear` is differentiable.
@@ -57,24 +67,32 @@ def quantize(
     """
     check_source("x", x)
     check_element("element", element)
-    check_scaling(scale_rule, granularity)
+    check_scale_rule(scale_rule)
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(
             f"`dim` must be in [{-x.ndim}, {x.ndim}) for `x` of shape {tuple(x.shape)}, got {dim}."
         )
     dim %= x.ndim
-    check_blocks(f"`x.shape[{dim}]`", x.shape[dim], granularity)
+    check_granularity("x", x.shape, dim, granularity)
 
-    if pick(impl, x.device):
+    tiles = granularity == "128x128"
+    if pick("quantize_tiles" if tiles else "quantize", impl, x.device):
         codes, scales = _kernels.quantize(
-            x.detach(), dim, element, scale_rule == "rceil", granularity
+            x.detach(), dim, element, scale_rule == "rceil", COARSE if tiles else granularity, tiles
         )
-        return MXTensor(codes.view(FORMATS[element].dtype), scales, dim, element)
-    blocks = x.detach().float().contiguous()
-    blocks = blocks.unflatten(dim, (x.shape[dim] // granularity, granularity))
-    codes, scales = reference.quantize_blocks(blocks, dim, FORMATS[element], scale_rule)
-    data = codes.view(x.shape).view(FORMATS[element].dtype)
-    return MXTensor(data, scales.repeat_interleave(granularity // BLOCK, dim), dim, element)
+        return MXTensor(codes.view(FORMATS[element].dtype), scales, dim, element, granularity)
+    x = x.detach().float().contiguous()
+    if tiles:
+        codes, scales = reference.quantize_tiles(x, FORMATS[element], scale_rule)
+        # One byte for 128 x 128 values becomes one for 32 along `dim` and for each along the other.
+        for each in (-2, -1):
+            times = COARSE // BLOCK if each == dim - x.ndim else COARSE
+            scales = scales.repeat_interleave(times, each)
+    else:
+        blocks = x.unflatten(dim, (x.shape[dim] // granularity, granularity))
+        codes, scales = reference.quantize_blocks(blocks, dim, FORMATS[element], scale_rule)
+        codes, scales = codes.view(x.shape), scales.repeat_interleave(granularity // BLOCK, dim)
+    return MXTensor(codes.view(FORMATS[element].dtype), scales, dim, element, granularity)
 
 
 def quantize_both(
@@ -105,12 +123,12 @@ def quantize_both(
     """
     check_source("x_MK", x_MK)
     check_element("element", element)
-    check_scaling(scale_rule, BLOCK)
+    check_scale_rule(scale_rule)
     if x_MK.ndim != 2:
         raise ValueError(f"`x_MK` must have two dimensions, got shape {tuple(x_MK.shape)}.")
     for dim in (0, 1):
         check_blocks(f"`x_MK.shape[{dim}]`", x_MK.shape[dim], BLOCK)
-    if not pick(impl, x_MK.device):
+    if not pick("quantize_both", impl, x_MK.device):
         rows, columns = (
             quantize(x_MK, dim=dim, element=element, scale_rule=scale_rule, impl="reference")
             for dim in (1, 0)
@@ -149,7 +167,7 @@ def dequantize(
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise TypeError(f"`dtype` must be float32, bfloat16, float16 or float64, got {dtype}.")
     reason = "its kernel computes in float32, not in float64" if dtype == torch.float64 else None
-    if pick(impl, t.device, reason):
+    if pick("dequantize", impl, t.device, reason):
         return _kernels.dequantize(t.data.view(torch.uint8), t.scales, t.dim, t.element, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     blocks = t.data.unflatten(t.dim, (t.scales.shape[t.dim], BLOCK))

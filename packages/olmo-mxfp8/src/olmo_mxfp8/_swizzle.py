@@ -14,6 +14,8 @@ Shapes: M rows, C columns, E experts. Source: cuBLAS 12.8, "1D block scaling fac
 
 import torch
 
+from ._expert_padding import padded_places, padded_size
+
 ROWS, COLUMNS = 128, 4
 
 
@@ -43,10 +45,10 @@ def swizzle_scales(scales: torch.Tensor, offsets_E: torch.Tensor | None = None) 
         padded[:M, :C] = scales
     else:
         _check_offsets(offsets_E)
-        rows = _padded(M, ROWS) + ROWS * offsets_E.numel()
+        rows = padded_size(M, offsets_E.numel(), ROWS)
         # One row more, which takes the rows that belong to nobody.
         padded = scales.new_zeros(rows + 1, _padded(C, COLUMNS))
-        place_M = _places(offsets_E, M, rows)
+        place_M, _ = padded_places(offsets_E, M, ROWS)
         padded[:, :C].index_copy_(0, place_M, scales)
         padded = padded[:rows]
     # (row tile, r div 32, r mod 32, column tile, column within)
@@ -72,10 +74,11 @@ def unswizzle_scales(
         TypeError: A dtype is not as above.
         ValueError: The size of `swizzled` is not that of such a matrix.
     """
-    tall = _padded(rows, ROWS)
-    if offsets_E is not None:
+    if offsets_E is None:
+        tall = _padded(rows, ROWS)
+    else:
         _check_offsets(offsets_E)
-        tall += ROWS * offsets_E.numel()
+        tall = padded_size(rows, offsets_E.numel(), ROWS)
     wide = _padded(cols, COLUMNS)
     if swizzled.dtype != torch.uint8:
         raise TypeError(f"`swizzled` must be torch.uint8, got {swizzled.dtype}.")
@@ -89,19 +92,7 @@ def unswizzle_scales(
     if offsets_E is None:
         return padded[:rows].contiguous()
     padded = torch.cat([padded, padded.new_zeros(1, cols)])
-    return padded.index_select(0, _places(offsets_E, rows, tall))
-
-
-def _places(offsets_E: torch.Tensor, num_rows: int, nowhere: int) -> torch.Tensor:
-    """Return the padded row of each row; `nowhere` past the last offset. Nothing is read back."""
-    starts_E = torch.cat([offsets_E.new_zeros(1), offsets_E[:-1]])
-    tiles_E = (offsets_E - starts_E + ROWS - 1) // ROWS * ROWS
-    begins_E = tiles_E.cumsum(0) - tiles_E
-    rows_M = torch.arange(num_rows, device=offsets_E.device)
-    owner_M = torch.searchsorted(offsets_E, rows_M, right=True)
-    expert_M = owner_M.clamp(max=offsets_E.numel() - 1)
-    places_M = begins_E[expert_M] + rows_M - starts_E[expert_M]
-    return torch.where(owner_M < offsets_E.numel(), places_M, nowhere)
+    return padded.index_select(0, padded_places(offsets_E, rows, ROWS)[0])
 
 
 def _padded(size: int, multiple: int) -> int:

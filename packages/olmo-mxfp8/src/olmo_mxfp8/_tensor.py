@@ -1,10 +1,10 @@
 """The value that quantised code passes around: element codes and their scale bytes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from ._formats import BLOCK, FORMATS, Element, check_element
+from ._formats import BLOCK, FORMATS, Element, Granularity, check_element, check_granularity
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,9 +19,12 @@ class MXTensor:
         scales: `torch.uint8`, the shape of `data` with `dim` divided by 32.
         dim: The dimension along which values share scales, in `[0, data.ndim)`.
         element: The format of `data`, `"e4m3"` or `"e5m2"`.
+        granularity: What is known of equal scales: nothing (32), that they are equal in fours (128)
+            or over tiles of 128 x 128. It says which products can run and changes no value; a
+            caller who sets it vouches for it.
 
     Raises:
-        ValueError: `element`, `dim` or the shape of `scales` does not fit `data`.
+        ValueError: `element`, `granularity`, `dim` or the shape of `scales` does not fit `data`.
         TypeError: `data` or `scales` has another dtype.
     """
 
@@ -29,6 +32,7 @@ class MXTensor:
     scales: torch.Tensor
     dim: int
     element: Element
+    granularity: Granularity = 32
 
     def __post_init__(self) -> None:
         check_element("element", self.element)
@@ -51,6 +55,7 @@ class MXTensor:
                 f"`scales` must hold one byte for each {BLOCK} values along `dim`={self.dim} of "
                 f"`data` {tuple(self.data.shape)}, got {tuple(self.scales.shape)}."
             )
+        check_granularity("data", self.data.shape, self.dim, self.granularity)
 
     @property
     def shape(self) -> torch.Size:
@@ -64,4 +69,4 @@ class MXTensor:
 
     def to(self, device: torch.device | str) -> "MXTensor":
         """Return the same values on `device`."""
-        return MXTensor(self.data.to(device), self.scales.to(device), self.dim, self.element)
+        return replace(self, data=self.data.to(device), scales=self.scales.to(device))

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._formats import Format, ScaleRule
+from ._formats import COARSE, Format, ScaleRule
 
 SIGN = 0x80  # of an element
 MAGNITUDE = 0x7FFFFFFF  # an FP32 number without its sign
@@ -118,6 +118,50 @@ def quantize_blocks(
     reciprocal = decode_scales((2 * BIAS - scales).clamp_min(0)).unsqueeze(dim + 1)
     codes = encode(blocks * reciprocal, element).mul_(~lost)
     return codes, scales.to(torch.uint8)
+
+
+def quantize_tiles(
+    x: torch.Tensor, element: Format, rule: ScaleRule, size: int = COARSE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise tiles of `size` x `size` of the last two dimensions.
+
+    Args:
+        x: float32, `(.., M, K)`, both multiples of `size`.
+        element: The element format.
+        rule: How the scale is rounded.
+        size: Height and width of a tile.
+
+    Returns:
+        Codes, uint8, the shape of `x`, contiguous, and scale bytes, uint8, one a tile,
+        `(.., M / size, K / size)`.
+    """
+    *_, M, K = x.shape
+    split = x.unflatten(-1, (K // size, size)).unflatten(-3, (M // size, size))
+    tiles = split.transpose(-2, -3).contiguous()  # (.., M tile, K tile, row, column)
+    codes, scales = quantize_blocks(tiles.flatten(-2), tiles.ndim - 3, element, rule)
+    return codes.view(tiles.shape).transpose(-2, -3).reshape(x.shape), scales
+
+
+def swiglu(hidden_R2H: torch.Tensor, weights_R: torch.Tensor | None) -> torch.Tensor:
+    """Return `w silu(gate) up` of rows `[gate, up]`, `(R, H)`, in float32."""
+    gate_RH, up_RH = hidden_R2H.float().chunk(2, dim=-1)
+    act_RH = gate_RH * torch.sigmoid(gate_RH) * up_RH
+    return act_RH if weights_R is None else weights_R[:, None] * act_RH
+
+
+def swiglu_gradients(
+    d_act_RH: torch.Tensor, hidden_R2H: torch.Tensor, weights_R: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of `hidden`, `(R, 2H)`, and of `weights`, `(R,)`, in float32."""
+    gate_RH, up_RH = hidden_R2H.float().chunk(2, dim=-1)
+    d_act_RH = d_act_RH.float()
+    sigmoid_RH = torch.sigmoid(gate_RH)
+    silu_RH = gate_RH * sigmoid_RH
+    d_weights_R = (d_act_RH * silu_RH * up_RH).sum(-1)
+    if weights_R is not None:
+        d_act_RH = d_act_RH * weights_R[:, None]
+    d_gate_RH = d_act_RH * up_RH * (sigmoid_RH + silu_RH * (1 - sigmoid_RH))
+    return torch.cat([d_gate_RH, d_act_RH * silu_RH], dim=-1), d_weights_R
 
 
 def dequantize_blocks(

@@ -1,8 +1,12 @@
-"""Triton kernels for MXFP8: between ordinary tensors and codes with scale bytes.
+"""Triton kernels for MXFP8: between ordinary tensors and codes with scale bytes, and products.
 
 - `codes`: one element, one scale, in integer arithmetic, as every kernel uses them.
-- `quantize`: along the last dimension, along another one, or both from one read.
-- `dequantize`: the values again.
+- `quantize`: along the last dimension, along another one, both from one read, or in tiles.
+- `dequantize`: the values again; `dequantize_rows`: of chosen rows.
+- `swiglu`: the activation and its gradient, quantised as they are computed.
+- `tiling`, `tile_list`, `ragged`: how a product is cut; only the device knows the experts' rows.
+- `row_product`: `a @ b[e].T` of ordinary operands or of codes; `outer_product`: `a_e.T @ b_e`.
 
-They are bit for bit what `reference.py` defines. This package is imported only where a kernel runs.
+Codes and scales are bit for bit what `reference.py` defines. This package is imported only where a
+kernel runs.
 """

@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-"""Quantise along the last dimension, along another one, or along both from one read.
+"""Quantise along the last dimension, along another one, along both from one read, or in tiles.
 
 Shapes: a tensor is seen as (A, L, B), quantised along L; B is 1 for the last dimension.
 """
@@ -14,6 +14,7 @@ from olmo_mxfp8._formats import Format
 from .codes import encode, magnitude_bits, scale_byte
 
 _BLOCK = 32
+_TILE = 128
 _VALUES = 4096
 """Values a program."""
 
@@ -35,7 +36,7 @@ def quantize(
     shape[dim] //= _BLOCK
     scales = x.new_empty(shape, dtype=torch.uint8)
     inner = x[(0,) * dim].numel() // x.shape[dim]
-    options = {**_options(element, rceil), "GROUP": granularity}
+    options = {**format_options(element, rceil), "GROUP": granularity}
     if inner == 1:
         groups = x.numel() // granularity
         each = _VALUES // granularity
@@ -46,6 +47,28 @@ def quantize(
         columns = 128
         grid = (x.numel() // (granularity * inner), triton.cdiv(inner, columns))
         _columns_kernel[grid](x, codes, scales, inner, COLUMNS=columns, num_warps=4, **options)
+    return codes, scales
+
+
+def quantize_tiles(x: Tensor, dim: int, element: Format, *, rceil: bool) -> tuple[Tensor, Tensor]:
+    """Return codes, uint8, and scale bytes that tiles of 128 x 128 share.
+
+    Args:
+        x: Packed, at least one value; the last two dimensions are multiples of 128.
+        dim: One of the last two dimensions, not negative: where a byte stands for 32 values.
+        element: The element format.
+        rceil: The rule of the scales.
+    """
+    codes = torch.empty_like(x, dtype=torch.uint8)
+    shape = list(x.shape)
+    shape[dim] //= _BLOCK
+    scales = x.new_empty(shape, dtype=torch.uint8)
+    K = x.shape[-1]
+    grid = (x.numel() // K // _TILE, K // _TILE)
+    last = dim == x.ndim - 1
+    _tiles_kernel[grid](
+        x, codes, scales, K, LAST=last, num_warps=8, **format_options(element, rceil)
+    )
     return codes, scales
 
 
@@ -72,12 +95,13 @@ def quantize_both(
         K,
         COLUMNS=columns,
         num_warps=4,
-        **_options(element, rceil),
+        **format_options(element, rceil),
     )
     return row_codes, row_scales, column_codes, column_scales
 
 
-def _options(element: Format, rceil: bool) -> dict[str, int]:
+def format_options(element: Format, rceil: bool) -> dict[str, int]:
+    """Return what kernels that quantise take by keyword."""
     return {
         "MBITS": element.mantissa_bits,
         "MIN": element.min_exponent,
@@ -140,6 +164,38 @@ def _columns_kernel(
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     at_scale = block[:, None] * inner + column[None, :]
     tl.store(scales + at_scale, tl.broadcast_to(byte, at_scale.shape).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _tiles_kernel(
+    x,
+    codes,
+    scales,
+    K,
+    LAST: tl.constexpr,
+    MBITS: tl.constexpr,
+    MIN: tl.constexpr,
+    MAX: tl.constexpr,
+    MAX_CODE: tl.constexpr,
+    RCEIL: tl.constexpr,
+):
+    """One tile of 128 x 128 a program; the scales of a row (LAST) or of a column lie together."""
+    row = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)
+    column = tl.program_id(1) * 128 + tl.arange(0, 128)
+    at = row[:, None] * K + column[None, :]
+    value = tl.load(x + at).to(tl.float32)
+    byte = scale_byte(tl.max(tl.max(magnitude_bits(value), 1), 0), MAX, RCEIL)
+    tl.store(codes + at, encode(value, byte, MBITS, MIN, MAX_CODE))
+    block = tl.arange(0, 4)
+    if LAST:
+        block += tl.program_id(1) * 4
+        at_scale = row[:, None] * (K // 32) + block[None, :]
+    else:
+        block_row = tl.program_id(0).to(tl.int64) * 4 + block
+        at_scale = block_row[:, None] * K + column[None, :]
+    tl.store(
+        scales + at_scale, tl.full(at_scale.shape, 0, tl.int32).to(tl.uint8) + byte.to(tl.uint8)
+    )
 
 
 @triton.jit

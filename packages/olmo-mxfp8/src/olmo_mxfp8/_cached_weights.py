@@ -1,0 +1,50 @@
+"""What modules with cached weights share: making the caches and renewing them."""
+
+from typing import Any, Self
+
+from torch import nn
+
+from ._recipe import MXRecipe
+from ._weight_cache import WeightCache
+
+
+class CachedWeights(nn.Module):
+    """A module that can keep its weights quantised between steps.
+
+    A subclass calls `_cache_weights` once its parameters are there. A load and a move of the module
+    renew the caches; after a step of the optimizer and an edit the user calls `refresh`. State
+    dicts hold the parameters alone.
+    """
+
+    recipe: MXRecipe
+    caches: dict[str, WeightCache] | None
+    """By the names of the parameters; None when each call quantises."""
+
+    def _cache_weights(self, cached: bool, *names: str) -> None:
+        self._cached_names = names if cached else ()
+        self.caches = None
+        self.refresh()
+        if cached:
+            self.register_load_state_dict_post_hook(_refresh_after_load)
+
+    def refresh(self) -> None:
+        """Quantise the cached weights as they are now; nothing without caches."""
+        if self._cached_names:
+            self.caches = {
+                name: WeightCache(self.get_parameter(name), recipe=self.recipe)
+                for name in self._cached_names
+            }
+
+    def cache_of(self, name: str) -> WeightCache | None:
+        """Return the cache of a parameter, or None when each call quantises it."""
+        return None if self.caches is None else self.caches[name]
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        super()._apply(*args, **kwargs)
+        self.refresh()
+        return self
+
+
+def _refresh_after_load(module: nn.Module, incompatible_keys: Any) -> None:
+    assert isinstance(module, CachedWeights), "the hook is on modules with caches"
+    module.refresh()

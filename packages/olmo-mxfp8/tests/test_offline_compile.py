@@ -1,0 +1,203 @@
+"""Every kernel as it is launched on CUDA, compiled here for GPUs that need not be here.
+
+The launchers run on CPU tensors with the tilings for CUDA tensors, and each launch only compiles.
+What comes out must use the matrix units of its architecture and spill no register.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("Triton interprets in this process", allow_module_level=True)
+
+SHARED_BYTES = {80: 99 * 1024, 90: 232448, 100: 232448}
+"""What one program may have; 99 KiB is the least among the devices that sm_80 code runs on."""
+E, R, K, N = 4, 300, 512, 384
+
+
+class _Device:
+    """What compilation asks of the active driver; an architecture is a device with its number."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return triton.backends.compiler.GPUTarget("cuda", self.capability, 32)
+
+
+@contextmanager
+def compiling_for(capability: int) -> Iterator[list[Any]]:
+    """Within, a launch on CPU tensors compiles and nothing more; yields what was compiled."""
+    from olmo_mxfp8._triton import tiling
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, **options: Any) -> Any:
+        compiled.append(run(self, *args, **options | {"warmup": True}))
+        return compiled[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "_active", _Device(capability))
+        patch.setattr(JITFunction, "run", compile_only)
+        patch.setattr(tiling, "generation", lambda device: capability // 10)
+        yield compiled
+
+
+def assert_fits(kernel: Any, capability: int) -> None:
+    """No register is spilled (stack is where it would go) and the shared memory is there."""
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [cuobjdump, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"(REG|STACK|LOCAL):(\d+)", text)
+    assert [name for name, _ in found] == ["REG", "STACK", "LOCAL"], text
+    used = {name: int(value) for name, value in found} | {"SHARED": kernel.metadata.shared}
+    name = kernel.metadata.name
+    assert used["STACK"] == used["LOCAL"] == 0, f"{name} spills registers: {used}"
+    assert used["SHARED"] <= SHARED_BYTES[capability], f"{name} has no room: {used}"
+
+
+def _packed(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(shape, dtype=torch.uint8 if dtype.itemsize == 1 else dtype).view(dtype)
+
+
+def _offsets() -> Tensor:
+    return torch.zeros(E, dtype=torch.int32)
+
+
+def _product(kind: str, out_dtype: torch.dtype, *, K: int = K, N: int = N) -> None:
+    from olmo_mxfp8._triton.row_product import row_product
+
+    dtype = torch.bfloat16 if kind == "plain" else torch.float8_e4m3fn
+    scales: dict[str, tuple[Tensor, Tensor] | tuple[None, None]] = {
+        "plain": (None, None),
+        "coarse": (
+            _packed(K // 128, R, dtype=torch.uint8),
+            _packed(E, N // 128, K // 128, dtype=torch.uint8),
+        ),
+        "native": (
+            _packed(R, K // 32, dtype=torch.uint8),
+            _packed(E, N, K // 32, dtype=torch.uint8),
+        ),
+    }
+    a_scales, b_scales = scales[kind]
+    row_product(
+        _packed(R, K, dtype=dtype),
+        _packed(E, N, K, dtype=dtype),
+        _offsets(),
+        out_dtype,
+        kind=kind,
+        a_scales=a_scales,
+        b_scales=b_scales,
+    )
+
+
+def _compile_product(capability: int, kind: str, out_dtype: torch.dtype, **sizes: int) -> Any:
+    with compiling_for(capability) as compiled:
+        _product(kind, out_dtype, **sizes)
+    listing, product = compiled
+    assert "assertfail" in listing.asm["ptx"], "offsets out of order must be an error"
+    return product
+
+
+OUT_DTYPES = pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+UNITS = {80: r"mma\.sync\S*bf16", 90: r"wgmma\.mma_async\S*bf16", 100: r"tcgen05\.mma\S*f16"}
+
+
+@OUT_DTYPES
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_plain_product(capability: int, out_dtype: torch.dtype) -> None:
+    for sizes in ({}, {"K": 544, "N": 200}):  # and sizes that no tile divides
+        kernel = _compile_product(capability, "plain", out_dtype, **sizes)
+        assert re.search(UNITS[capability], kernel.asm["ptx"])
+        assert_fits(kernel, capability)
+
+
+@OUT_DTYPES
+def test_the_coarse_product_multiplies_codes_on_hopper(out_dtype: torch.dtype) -> None:
+    kernel = _compile_product(90, "coarse", out_dtype)
+    assert re.search(r"wgmma\.mma_async\S*e4m3\.e4m3", kernel.asm["ptx"])
+    assert_fits(kernel, 90)
+
+
+@OUT_DTYPES
+def test_the_native_product_gives_scales_to_blackwell(out_dtype: torch.dtype) -> None:
+    for sizes in ({}, {"K": 544, "N": 200}):
+        kernel = _compile_product(100, "native", out_dtype, **sizes)
+        assert re.search(r"tcgen05\.mma\S*block_scale", kernel.asm["ptx"])
+        assert_fits(kernel, 100)
+
+
+@OUT_DTYPES
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_outer_product(capability: int, out_dtype: torch.dtype) -> None:
+    from olmo_mxfp8._triton.outer_product import outer_product
+
+    with compiling_for(capability) as compiled:
+        outer_product(_packed(R, N), _packed(R, K), _offsets(), out_dtype)
+    (kernel,) = compiled
+    assert re.search(UNITS[capability], kernel.asm["ptx"])
+    assert_fits(kernel, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_swiglu(capability: int) -> None:
+    from olmo_mxfp8._formats import FORMATS
+    from olmo_mxfp8._triton import swiglu
+
+    hidden, d_act = _packed(R, 2 * N), _packed(R, N)
+    with compiling_for(capability) as compiled:
+        for granularity in (32, 128):
+            for weights in (None, torch.zeros(R)):
+                options = {"rceil": True, "granularity": granularity}
+                swiglu.swiglu_quantize(hidden, weights, FORMATS["e4m3"], **options)
+                swiglu.swiglu_quantize_backward(d_act, hidden, weights, FORMATS["e4m3"], **options)
+    assert len(compiled) == 8
+    for kernel in compiled:
+        assert_fits(kernel, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_quantise_and_dequantise(capability: int) -> None:
+    from olmo_mxfp8._formats import FORMATS
+    from olmo_mxfp8._triton import dequantize, dequantize_rows, quantize
+
+    with compiling_for(capability) as compiled:
+        for element in FORMATS.values():
+            x = _packed(256, 512)
+            for dim in (0, 1):
+                for granularity in (32, 128):
+                    quantize.quantize(x, dim, element, rceil=True, granularity=granularity)
+                quantize.quantize_tiles(x, dim, element, rceil=True)
+                scales = _packed(256 // 32 ** (1 - dim), 512 // 32**dim, dtype=torch.uint8)
+                codes = _packed(256, 512, dtype=torch.uint8)
+                dequantize.dequantize(codes, scales, dim, element, torch.bfloat16)
+            quantize.quantize_both(x, element, rceil=True)
+            scales = _packed(256, 512 // 32, dtype=torch.uint8)
+            rows = torch.zeros(R, dtype=torch.int32)
+            dequantize_rows.dequantize_rows(codes, scales, rows, element, torch.bfloat16)
+            assert "assertfail" in compiled[-1].asm["ptx"], "a row out of range must be an error"
+    assert len(compiled) == 2 * (2 * 4 + 2)
+    for kernel in compiled:
+        assert_fits(kernel, capability)
