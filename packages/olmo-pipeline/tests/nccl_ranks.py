@@ -5,16 +5,29 @@ import threading
 
 import torch
 import torch.distributed as dist
-from olmo_pipeline import PipelineExecutor, interleaved_one_f_one_b
+from olmo_pipeline import (
+    PipelineExecutor,
+    dual_pipe_v,
+    interleaved_one_f_one_b,
+    v_shape,
+    zero_bubble,
+)
+from torch.utils.checkpoint import checkpoint
 
 F64 = torch.float64
 WIDTH = 256
 
 
-def _stage(weight, is_last):
+def _stage(weight, is_last, *, recompute=False):
+    def change_of(hidden):
+        return torch.tanh(hidden @ weight)
+
+    def rerun(hidden):  # in a thread of autograd's own
+        return checkpoint(change_of, hidden, use_reentrant=False, preserve_rng_state=False)
+
     def call(hidden, microbatch):
         hidden = microbatch.to(weight.device) if hidden is None else hidden
-        change = torch.tanh(hidden @ weight)
+        change = rerun(hidden) if recompute else change_of(hidden)
         output = hidden + change
         return (output**2).sum() if is_last else output, (change**2).sum()
 
@@ -38,16 +51,24 @@ def _check_first_use(rank, world):
     executor.close()
 
 
-def _check(rank, world, num_chunks, num_microbatches):
-    schedule = interleaved_one_f_one_b(world, num_microbatches, num_chunks)
+def _schedules(num_ranks):
+    for count in (1, 3, 8):
+        yield from (interleaved_one_f_one_b(num_ranks, count, chunks) for chunks in (1, 2, 3))
+        yield v_shape(num_ranks, count)
+        yield from (zero_bubble(num_ranks, count, kind) for kind in ("h1", "v"))
+        yield dual_pipe_v(num_ranks, count)
+
+
+def _check(rank, schedule):
+    num_microbatches = schedule.num_microbatches
     generator = torch.Generator().manual_seed(0)
     draw = lambda n: torch.randn(n, WIDTH, generator=generator, dtype=F64) / 16  # noqa: E731
     values = [draw(WIDTH) for _ in range(schedule.num_stages)]
     # Up to 8 MB a message, far beyond what NCCL could keep under way; one without elements.
     batch = [draw((i * 1361) % 4096).cuda() for i in range(num_microbatches)]
-    weights = {s: values[s].cuda().requires_grad_() for s in schedule.stages_of(rank)}
+    weights = {s: torch.nn.Parameter(values[s].cuda()) for s in schedule.stages_of(rank)}
     last = schedule.num_stages - 1
-    stages = {s: _stage(weight, s == last) for s, weight in weights.items()}
+    stages = {s: _stage(w, s == last, recompute=s % 2 == 1) for s, w in weights.items()}
     executor = PipelineExecutor(schedule, stages, device="cuda", dtype=F64)
     executor.evaluate(batch, activation_shape=lambda x: x.shape)
     executor.run(batch, activation_shape=lambda x: x.shape)
@@ -79,9 +100,8 @@ def main():
     watchdog.start()
     dist.init_process_group("nccl")
     _check_first_use(rank, world)  # before anything has loaded a kernel
-    for num_chunks in (1, 2, 3):
-        for num_microbatches in (1, 3, 8):
-            _check(rank, world, num_chunks, num_microbatches)
+    for schedule in _schedules(world):
+        _check(rank, schedule)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -10,8 +10,13 @@ from olmo_pipeline import (
     Action,
     PipelineExecutor,
     Schedule,
+    dual_pipe_v,
+    gpipe,
     interleaved_one_f_one_b,
     one_f_one_b,
+    search,
+    v_shape,
+    zero_bubble,
 )
 
 F64 = torch.float64
@@ -98,13 +103,23 @@ def _equal_one_process(rank, world, schedule, lengths_of_calls):
 
 
 def _many_schedules(rank, world):
-    for num_microbatches in (1, 2, 3, 4, 5, 8):
+    for count in (1, 3, 4, 8):
         # Another length in each microbatch and call; one microbatch without tokens.
-        lengths = [[(call + 2 * i) % 5 for i in range(num_microbatches)] for call in (1, 2, 4)]
-        schedules = [one_f_one_b(world, num_microbatches)]
-        schedules += [interleaved_one_f_one_b(world, num_microbatches, v) for v in (2, 3)]
-        for schedule in schedules:
+        lengths = [[(call + 2 * i) % 5 for i in range(count)] for call in (1, 4)]
+        for schedule in _all_schedules(world, count):
             _equal_one_process(rank, world, schedule, lengths)
+
+
+def _all_schedules(num_ranks, count):
+    yield gpipe(num_ranks, count)
+    yield one_f_one_b(num_ranks, count)
+    yield from (interleaved_one_f_one_b(num_ranks, count, chunks) for chunks in (2, 3))
+    yield v_shape(num_ranks, count)
+    yield from (zero_bubble(num_ranks, count, kind) for kind in ("h1", "v"))
+    yield dual_pipe_v(num_ranks, count)
+    for split in (False, True):
+        cap = num_ranks + 1
+        yield search(num_ranks, count, memory_cap=cap, split_backward=split, tries=2)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -179,7 +194,9 @@ def _oracle_after(num_stages, num_steps, batch, schedule):
 
 
 def _evaluation_leaves_no_trace(rank, world):
-    for schedule in (one_f_one_b(world, 3), interleaved_one_f_one_b(world, 2, 2)):
+    schedules = [one_f_one_b(world, 3), interleaved_one_f_one_b(world, 2, 2)]
+    schedules += [v_shape(world, 3), zero_bubble(world, 3, "v")]
+    for schedule in schedules:
         with_evaluations = _evaluate_and_train(rank, world, schedule, True)
         assert with_evaluations == _evaluate_and_train(rank, world, schedule, False)
 
@@ -189,7 +206,7 @@ def test_evaluate_first_between_and_with_other_sizes(processes, world):
     processes.run(_evaluation_leaves_no_trace, world=world)
 
 
-def _poison_what_is_free(rank, world, num_calls):
+def _poison_what_is_free(rank, world, num_calls, schedule):
     from olmo_pipeline._exchange import Exchange
 
     class Poisoning(Exchange):
@@ -202,7 +219,6 @@ def _poison_what_is_free(rank, world, num_calls):
 
     import olmo_pipeline._executor as module
 
-    schedule = interleaved_one_f_one_b(world, 5, 2)
     stages, executor = _executor(schedule, rank)
     draw = random.Random(rank)
 
@@ -227,11 +243,20 @@ def _poison_what_is_free(rank, world, num_calls):
                 stage.weight.grad = None
     finally:
         module.Exchange = original
-    assert Poisoning.freed >= 5 * num_calls
+    assert Poisoning.freed >= schedule.num_microbatches * num_calls
 
 
-def test_a_sent_tensor_is_free_when_the_library_says_so(processes):
-    processes.run(_poison_what_is_free, 200, world=2)
+@pytest.mark.parametrize(
+    ("schedule", "num_calls"),
+    [(interleaved_one_f_one_b(2, 5, 2), 200), (v_shape(2, 5), 50), (zero_bubble(2, 5, "v"), 100)],
+    ids=["interleaved", "v_shape", "zero_bubble v"],
+)
+def test_a_sent_tensor_is_free_when_the_library_says_so(processes, schedule, num_calls):
+    processes.run(_poison_what_is_free, num_calls, schedule, world=2)
+
+
+def test_sent_tensors_of_four_ranks(processes):
+    processes.run(_poison_what_is_free, 20, dual_pipe_v(4, 5), world=4)
 
 
 def _two_pipelines(rank, world):
@@ -335,7 +360,7 @@ def _disagree(rank, world):
 def test_disagreement_is_named_on_every_rank(processes):
     for rank, messages in enumerate(processes.run(_disagree, world=2)):
         for message in messages[:2]:
-            assert "must bring the same schedule and dtype; rank 1 has" in message
+            assert "must bring the same arguments; rank 1 has" in message
         assert "`group` must have 3 ranks, as many as the schedule has, got 2." in messages[2]
         if rank == 1:
             assert "`stages` of rank 1 must be [1], got [0]." in messages[3]

@@ -31,6 +31,20 @@ def test_equals_the_best_of_all_cuts(data):
     assert tuple(stage.stop for stage in stages) == expected[2]
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.integers(2, 9), st.integers(2, 6), st.floats(0.5, 1.0), st.data())
+def test_a_head_of_a_layer_makes_the_last_stage_one_layer_short(stages, layers, head, data):
+    # Nobody asks for it: P n - 1 layers and a head that costs up to a layer, at least half of one.
+    # With an embedding of the same cost as well, both ends are one short.
+    scale = data.draw(st.floats(0.01, 100.0))  # measured costs come in any unit
+    costs = [scale] * (stages * layers - 1)
+    sizes = _sizes(len(costs), stages, last_extra=head * scale, costs=costs)
+    assert sizes == [layers] * (stages - 1) + [layers - 1]
+    ends = {"first_extra": head * scale, "last_extra": head * scale}
+    sizes = _sizes(len(costs) - 1, stages, costs=costs[:-1], **ends)
+    assert sizes == [layers - 1, *[layers] * (stages - 2), layers - 1]
+
+
 def _sizes(*arguments, **options):
     return [len(stage) for stage in split_layers(*arguments, **options)]
 

@@ -127,6 +127,54 @@ def test_the_peak_is_proved(any_split_schedule, data):
             validate(schedule, max_live=less)
 
 
+def _can_run(schedule):
+    """Whether all rows can be performed to their end, told another way than `validate` does.
+
+    Each rank tries its next action against a table of counters: how far the chain of each
+    microbatch (forwards up, backwards down) has come.
+    """
+    last = schedule.num_stages - 1
+    progress = [0] * schedule.num_microbatches  # steps of the chain F0 .. FS B/I S .. B/I 0
+    split_done, queues = set(), [list(row) for row in schedule.actions]
+    moved = True
+    while moved:
+        moved = False
+        for queue in queues:
+            if not queue:
+                continue
+            action, index = queue[0], queue[0].microbatch
+            if action.kind == "weight_gradient":
+                ready = (action.stage, index) in split_done
+            else:
+                step = action.stage if action.kind == "forward" else 2 * last + 1 - action.stage
+                ready = progress[index] == step
+                progress[index] += ready
+            if ready:
+                if action.kind == "input_gradient":
+                    split_done.add((action.stage, index))
+                queue.pop(0)
+                moved = True
+    return not any(queues)
+
+
+@settings(deadline=None, max_examples=120)
+@given(st.data())
+def test_any_swap_is_legal_or_caught(any_split_schedule, data):
+    schedule = data.draw(st.one_of(_standard(), any_split_schedule))
+    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
+    row = list(schedule.actions[rank])
+    places = st.integers(0, max(0, len(row) - 1))
+    i, j = data.draw(places), data.draw(places)
+    if row:
+        row[i], row[j] = row[j], row[i]
+    swapped = _plant(schedule, rank, row)
+    if _can_run(swapped):
+        validate(swapped)
+    else:
+        with pytest.raises(ValueError, match=r"rank \d+: |deadlocks: rank \d+ waits at"):
+            validate(swapped)
+
+
 def test_max_live_has_one_number_per_rank():
     with pytest.raises(ValueError, match=r"`max_live` .* one per rank \(2\), got 3"):
         validate(one_f_one_b(2, 2), max_live=[1, 2, 3])

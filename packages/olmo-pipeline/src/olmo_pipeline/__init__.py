@@ -4,6 +4,7 @@ Everything but the executor is plain Python: `import olmo_pipeline` does not imp
 names of the executor load it at first use.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ._costs import Costs as Costs
@@ -27,18 +28,24 @@ from ._validate import validate as validate
 from ._zero_bubble import zero_bubble as zero_bubble
 
 if TYPE_CHECKING:
+    from ._executor import LeaseHooks as LeaseHooks
     from ._executor import PipelineExecutor as PipelineExecutor
     from ._executor import PipelineResult as PipelineResult
+    from ._executor import SplitRule as SplitRule
     from ._executor import StageFunction as StageFunction
+    from ._tied import TiedParameter as TiedParameter
 
 __all__ = [
     "Action",
     "Costs",
+    "LeaseHooks",
     "PipelineExecutor",
     "PipelineResult",
     "Schedule",
     "Span",
+    "SplitRule",
     "StageFunction",
+    "TiedParameter",
     "Timeline",
     "dual_pipe_v",
     "gpipe",
@@ -57,9 +64,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("PipelineExecutor", "PipelineResult", "StageFunction"):
-        from . import _executor
+_WITH_TORCH = {
+    "LeaseHooks": "._executor",
+    "PipelineExecutor": "._executor",
+    "PipelineResult": "._executor",
+    "SplitRule": "._executor",
+    "StageFunction": "._executor",
+    "TiedParameter": "._tied",
+}
 
-        return getattr(_executor, name)
+
+def __getattr__(name: str) -> Any:
+    if name in _WITH_TORCH:
+        return getattr(import_module(_WITH_TORCH[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -73,7 +73,7 @@ def open_channels(
     Args:
         pairs: (source, destination) ranks within `group`, in the order in which to open them.
         group: The ranks of the pipeline; None for all processes.
-        agreement: Text that must be the same on all ranks (the schedule and the dtype).
+        agreement: Text that must be the same on all ranks (the schedule and the dtype, say).
         device: CPU for gloo, CUDA for NCCL.
         timeout: How long an operation may wait for its peer.
 
@@ -89,7 +89,7 @@ def open_channels(
     for other, (_, text) in enumerate(given):
         if text != given[0][1]:
             raise ValueError(
-                f"all ranks of a pipeline must bring the same schedule and dtype; "
+                f"all ranks of a pipeline must bring the same arguments; "
                 f"rank {other} has\n{text}\nand rank 0 has\n{given[0][1]}"
             )
     name = f"olmo_pipeline/{given[0][0]}"

@@ -7,8 +7,10 @@ microbatch, and hands it, detached, to the next stage. A backward of stage s com
 
 (for the last stage `output` is the loss and its gradient 1), adds to the `.grad` of the parameters
 and hands the gradient of the leaf to stage s - 1. An auxiliary loss (balance, z-loss) thus acts in
-its own stage, wherever that is. The executor scales nothing: gradients are those of the plain sum
-over microbatches of loss and auxiliary losses, and add up over calls until the caller clears them.
+its own stage, wherever that is. An input gradient action is a backward without the weight gradients
+of linear operations, which are left for its weight gradient action. The executor scales nothing:
+gradients are those of the plain sum over microbatches of loss and auxiliary losses, and add up over
+calls until the caller clears them.
 
 Tensors pass within a rank without communication and between ranks over one communicator per
 direction (gloo for CPU, NCCL for CUDA).
@@ -22,13 +24,18 @@ import torch
 import torch.distributed as dist
 
 from ._channels import Channel, open_channels
+from ._deferral import Splitter
 from ._exchange import Exchange
+from ._leases import LeaseBook
+from ._leases import LeaseHooks as LeaseHooks
 from ._messages import Rows, forward_rows, list_channels
 from ._perform import Pass
 from ._perform import PipelineResult as PipelineResult
 from ._perform import StageFunction as StageFunction
+from ._ranks import rank_in
 from ._schedule import Schedule
-from ._validate import require_whole_backward, validate
+from ._split_rules import SplitRule as SplitRule
+from ._validate import validate
 
 Shape = Sequence[int] | Callable[[Any], Sequence[int]]
 
@@ -50,9 +57,14 @@ class PipelineExecutor:
         device: Where activations live: CPU or this rank's CUDA device.
         dtype: Floating type of activations and of their gradients between stages.
         timeout: How long a send or receive may wait for its peer.
+        split_rules: Where the schedule splits backwards: how those of operations besides torch's
+            linear ones split, by the torch function or operator that the stage calls (such as
+            `torch.ops.my_library.grouped_mm.default`).
+        leases: Told when activations come to life and die, for stages that write into buffers of
+            their own.
 
     Raises:
-        ValueError: If the schedule is not valid or splits a backward, `stages` are not those of
+        ValueError: If the schedule is not valid, `stages` are not those of
             this rank, the group has another size than the schedule, `device` is neither CPU nor
             CUDA, `dtype` is not a floating type, or ranks bring different schedules.
         RuntimeError: If several ranks are asked for and torch.distributed is not initialised.
@@ -77,18 +89,21 @@ class PipelineExecutor:
         device: torch.device | str,
         dtype: torch.dtype,
         timeout: timedelta = timedelta(minutes=10),
+        split_rules: Mapping[Callable[..., Any], SplitRule] | None = None,
+        leases: LeaseHooks | None = None,
     ) -> None:
         validate(schedule)
-        require_whole_backward(schedule)
         self._schedule = schedule
         self._device = torch.device(device)
         self._dtype = dtype
+        self._splitter = Splitter(schedule, split_rules or {})
+        self._leases = leases
         self._failure: str | None = None
         if self._device.type not in ("cpu", "cuda"):
             raise ValueError(f"`device` must be a CPU or CUDA device, got {self._device}.")
         if not dtype.is_floating_point:
             raise ValueError(f"`dtype` must be a floating type, got {dtype}.")
-        self._rank = _rank_in(group, schedule.num_ranks)
+        self._rank = rank_in(group, schedule.num_ranks)
         self._stages = dict(stages)
         held = schedule.stages_of(self._rank)
         if tuple(sorted(self._stages)) != held:
@@ -174,6 +189,10 @@ class PipelineExecutor:
             microbatches,
             lambda microbatch: _shape(activation_shape, microbatch),
             self._dtype,
+            self._splitter,
+            None
+            if self._leases is None
+            else LeaseBook(self._schedule, self._leases, training=training),
             training=training,
         )
 
@@ -203,6 +222,7 @@ class PipelineExecutor:
             exchange.finish()
         except BaseException as error:
             self._failure = f"rank {self._rank} failed {doing}"
+            work.abandon()
             for channel in self._channels.values():
                 channel.abort()
             self._channels = {}
@@ -214,21 +234,3 @@ class PipelineExecutor:
 def _shape(activation_shape: Shape, microbatch: Any) -> tuple[int, ...]:
     given = activation_shape(microbatch) if callable(activation_shape) else activation_shape
     return tuple(given)
-
-
-def _rank_in(group: dist.ProcessGroup | None, num_ranks: int) -> int:
-    if not (dist.is_available() and dist.is_initialized()):
-        if num_ranks > 1:
-            raise RuntimeError(
-                f"a schedule of {num_ranks} ranks needs torch.distributed; call "
-                f"`torch.distributed.init_process_group` first."
-            )
-        return 0
-    if group is None and num_ranks == 1:
-        return 0
-    size = dist.get_world_size(group)
-    if size != num_ranks:
-        raise ValueError(
-            f"`group` must have {num_ranks} ranks, as many as the schedule has, got {size}."
-        )
-    return dist.get_rank(group)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ._schedule import Action, source_of
+from ._schedule import Action, results_of, source_of
 
 Rows = Sequence[Sequence[Action]]  # the actions of each rank
 
@@ -26,7 +26,12 @@ class Message(NamedTuple):
 
 def list_messages(rows: Rows, rank_of_stage: Sequence[int]) -> list[Message]:
     """Return all messages; those of one source stand in the order in which it sends them."""
-    positions = {action: position for row in rows for position, action in enumerate(row)}
+    positions = {
+        result: position
+        for row in rows
+        for position, action in enumerate(row)
+        for result in results_of(action)
+    }
     messages = []
     for destination, row in enumerate(rows):
         for used_at, action in enumerate(row):

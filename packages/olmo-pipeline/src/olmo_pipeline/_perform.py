@@ -1,13 +1,16 @@
 """One pass of one rank over its actions: what is kept between a forward and its backward."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._deferral import Splitter, Tape
 from ._exchange import Exchange
+from ._leases import LeaseBook
 from ._schedule import Action, Schedule
 
 StageFunction = Callable[[Tensor | None, Any], tuple[Tensor, Tensor | None]]
@@ -30,6 +33,7 @@ class _Saved(NamedTuple):
     hidden: Tensor | None  # the leaf that the stage read
     output: Tensor
     auxiliary: Tensor | None
+    tape: Tape | None  # where a split backward leaves its weight gradients
 
 
 class Pass:
@@ -41,6 +45,8 @@ class Pass:
         microbatches: All microbatches, by index.
         shape_of: From a microbatch to the shape of its activation.
         dtype: Type of activations.
+        splitter: Makes the tapes of split backwards.
+        leases: Hands out the slots of live activations, if somebody wants to know.
         training: Keep what the backward needs.
     """
 
@@ -51,6 +57,8 @@ class Pass:
         microbatches: Sequence[Any],
         shape_of: Callable[[Any], tuple[int, ...]],
         dtype: torch.dtype,
+        splitter: Splitter,
+        leases: LeaseBook | None,
         *,
         training: bool,
     ) -> None:
@@ -59,9 +67,12 @@ class Pass:
         self._microbatches = microbatches
         self._shape_of = shape_of
         self._dtype = dtype
+        self._splitter = splitter
+        self._leases = leases
         self._training = training
         self._saved: dict[tuple[int, int], _Saved] = {}
-        self._handed: dict[Action, Tensor] = {}  # by the action of this rank that takes it in
+        self._tapes: dict[tuple[int, int], Tape] = {}
+        self._handed: dict[tuple[bool, int, int], Tensor] = {}  # by direction and who takes it in
         self._losses: dict[int, Tensor] = {}
         self._auxiliaries: dict[tuple[int, int], Tensor] = {}
 
@@ -72,41 +83,68 @@ class Pass:
 
     def perform(self, exchange: Exchange, position: int, action: Action) -> None:
         """Take the action's tensor in, compute, and hand the result on."""
+        if self._leases is not None:
+            self._leases.before(action)
+        self._compute(exchange, position, action)
+        if self._leases is not None:
+            self._leases.after(action)
+
+    def abandon(self) -> None:
+        """Let go of what a failed pass holds."""
+        if self._leases is not None:
+            self._leases.release_all()
+        self._saved.clear()
+        self._tapes.clear()
+
+    def _compute(self, exchange: Exchange, position: int, action: Action) -> None:
+        if action.kind == "weight_gradient":
+            self._tapes.pop((action.stage, action.microbatch)).compute()
+            return
+        is_forward = action.kind == "forward"
         taken = exchange.receive(position)
         if taken is None:
-            taken = self._handed.pop(action, None)
-        if action.kind == "forward":
+            taken = self._handed.pop((is_forward, action.stage, action.microbatch), None)
+        if is_forward:
             made, following = self._forward(action, taken), action.stage + 1
         else:
             made, following = self._backward(action, taken), action.stage - 1
         if made is not None and not exchange.send(position, made):
-            self._handed[Action(action.kind, following, action.microbatch)] = made
+            self._handed[is_forward, following, action.microbatch] = made
 
     def _forward(self, action: Action, hidden: Tensor | None) -> Tensor | None:
         microbatch = self._microbatches[action.microbatch]
         if hidden is not None:
             hidden.requires_grad_(self._training)
-        output, auxiliary = self._stages[action.stage](hidden, microbatch)
+        tape = self._splitter.tape_for(action) if self._training else None
+        with nullcontext() if tape is None else self._splitter.deferring(tape):
+            output, auxiliary = self._stages[action.stage](hidden, microbatch)
         is_last = action.stage == self._last
         self._check(action, output, auxiliary)
         key = (action.stage, action.microbatch)
         if auxiliary is not None:
             self._auxiliaries[key] = auxiliary.detach()
         if self._training:
-            self._saved[key] = _Saved(hidden, output, auxiliary)
+            self._saved[key] = _Saved(hidden, output, auxiliary, tape)
         if is_last:
             self._losses[action.microbatch] = output.detach()
             return None
         return output.detach()
 
     def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+        """Do a whole backward, or an input gradient, which leaves a tape."""
         saved = self._saved.pop((action.stage, action.microbatch))
         roots = [(saved.output, torch.ones_like(saved.output) if gradient is None else gradient)]
         if saved.auxiliary is not None:
             roots.append((saved.auxiliary, torch.ones_like(saved.auxiliary)))
         roots = [(tensor, seed) for tensor, seed in roots if tensor.requires_grad]
         if roots:  # the first stage may be frozen
-            torch.autograd.backward([tensor for tensor, _ in roots], [seed for _, seed in roots])
+            tensors, seeds = zip(*roots, strict=True)
+            if saved.tape is None:
+                torch.autograd.backward(tensors, seeds)
+            else:
+                self._splitter.backward(saved.tape, action, tensors, seeds)
+        if saved.tape is not None:
+            self._tapes[action.stage, action.microbatch] = saved.tape
         if saved.hidden is None:
             return None
         if saved.hidden.grad is None:

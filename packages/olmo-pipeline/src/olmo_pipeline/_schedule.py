@@ -181,6 +181,22 @@ class Schedule:
         """Whether any backward is split into input and weight gradients."""
         return any(action.kind == "input_gradient" for row in self.actions for action in row)
 
+    @property
+    def max_live_per_stage(self) -> tuple[int, ...]:
+        """The most activations of each stage that its rank keeps at once.
+
+        An activation is kept from its forward to its backward, or to its weight gradient where the
+        backward is split. A pool with so many buffers for each stage never runs dry.
+        """
+        live, most = [0] * self.num_stages, [0] * self.num_stages
+        for action in (action for row in self.actions for action in row):
+            if action.kind == "forward":
+                live[action.stage] += 1
+                most[action.stage] = max(most[action.stage], live[action.stage])
+            elif action.kind != "input_gradient":
+                live[action.stage] -= 1
+        return tuple(most)
+
     def to_text(self) -> str:
         """Return the schedule as text that a person can read and `from_text` takes back."""
         lines = [

@@ -52,21 +52,6 @@ def validate(
         _check_rendezvous(schedule)
 
 
-def require_whole_backward(schedule: Schedule) -> None:
-    """Raise if a backward is split.
-
-    Raises:
-        ValueError: If an action is an input or weight gradient; the message names the first one.
-    """
-    for rank, row in enumerate(schedule.actions):
-        for action in row:
-            if action.kind in ("input_gradient", "weight_gradient"):
-                raise ValueError(
-                    f"every backward must be whole to be executed, got {action} on rank {rank}; "
-                    f"take a schedule without split backward."
-                )
-
-
 def per_rank(name: str, given: int | Sequence[int], num_ranks: int) -> tuple[int, ...]:
     """Return one number per rank.
 

@@ -1,0 +1,239 @@
+"""Split backward: linear operations whose weight gradients are computed later than the rest.
+
+While a stage runs forward, a `Deferring` mode sees every call of a torch function or operator. A
+call that a rule knows (`_split_rules`), with parameters among its arguments, is replaced by an
+autograd function with the same result and another backward: it returns the gradient of the input
+and leaves the weight gradients, with what they need, on a tape. Everything else of the stage
+(norms, embeddings, activations) has its whole backward at once. So
+
+    I = the whole backward of the stage without what is left on the tape,    W = the tape
+
+and no weight is counted in both, however often and wherever it is used.
+
+The graph has no edge to a deferred weight, so its hooks see nothing at I and one gradient at W.
+
+Some weights stay whole, because a second half cannot be told apart: one that is not itself an
+`nn.Parameter` (a cast, a transpose, a view of one), and those of calls inside a compiled graph, an
+autograd function, a `torch.func` transform or a composite function of torch
+(`multi_head_attention_forward`), or on tensor subclasses. Their gradients are computed at I, which
+is always right and only less even.
+
+Recompute works because autograd carries the mode into its threads: a recompute in a backward under
+the same mode calls the same functions, so it saves the same tensors.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+
+from ._schedule import Action, Schedule
+from ._split_rules import TORCH_RULES, SplitRule, positional
+
+
+class _Pending(NamedTuple):
+    rule: SplitRule
+    gradient: Tensor
+    arguments: tuple[Any, ...]
+
+
+class Tape:
+    """The weight gradients that one backward has left for later."""
+
+    def __init__(self) -> None:
+        self.is_open = False  # while an input gradient action runs
+        # It stands for the weights: results require grad although the weights are no inputs.
+        self.anchor = torch.empty((), requires_grad=True)
+        self._pending: list[_Pending] = []
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def defer(self, rule: SplitRule, gradient: Tensor, arguments: tuple[Any, ...]) -> None:
+        """Keep what the weight gradients of one call need."""
+        self._pending.append(_Pending(rule, gradient, arguments))
+
+    def compute(self) -> None:
+        """Add all weight gradients to `.grad`, in the order in which a whole backward would.
+
+        A weight that was used several times is added once, by autograd's own accumulation: hooks
+        see one sum, as in a whole backward.
+        """
+        uses: dict[nn.Parameter, int] = {}
+        for pending in self._pending:
+            for weight in parameters_in(pending.arguments):
+                uses[weight] = uses.get(weight, 0) + 1
+        sums: dict[nn.Parameter, Tensor] = {}
+        pending_calls, self._pending = self._pending[::-1], []
+        while pending_calls:
+            rule, gradient, arguments = pending_calls.pop()  # frees its tensors one by one
+            for weight, made in _weight_gradients(rule, gradient, arguments):
+                sums[weight] = sums[weight] + made if weight in sums else made
+            for weight in parameters_in(arguments):
+                uses[weight] -= 1
+                if not uses[weight] and weight in sums:
+                    torch.autograd.backward([weight], [sums.pop(weight)])
+
+
+class Deferring(TorchFunctionMode):
+    """Replaces the calls that a rule knows, for one stage and microbatch."""
+
+    def __init__(self, rules: Mapping[Callable[..., Any], SplitRule], tape: Tape) -> None:
+        super().__init__()
+        self._rules = rules
+        self._tape = tape
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`, or its replacement where its weight gradients can wait."""
+        kwargs = kwargs or {}
+        rule = self._rules.get(func)
+        if rule is None or torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        arguments = positional(func, args, kwargs)
+        if arguments is None or not _can_wait(rule, arguments):
+            return func(*args, **kwargs)
+        return _Deferred.apply(self._tape.anchor, arguments[0], func, rule, self._tape, arguments)
+
+
+class _Deferred(torch.autograd.Function):
+    """`op(x, *others)`; its backward leaves the weight gradients on an open tape.
+
+    A tape is open only under `Splitter.backward`, which makes no graph of the backward: this one
+    never runs with gradients on.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        x: Tensor,
+        op: Callable[..., Tensor],
+        rule: SplitRule,
+        tape: Tape,
+        arguments: tuple[Any, ...],
+    ) -> Tensor:
+        ctx.rule, ctx.tape = rule, tape
+        ctx.places = [i for i, value in enumerate(arguments) if isinstance(value, Tensor)]
+        ctx.save_for_backward(*(arguments[i] for i in ctx.places))
+        # Parameters also as they are: a recompute hands back copies without a `.grad`.
+        ctx.kept = [
+            value if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) else None
+            for value in arguments
+        ]
+        return op(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not ctx.tape.is_open:
+            raise RuntimeError(
+                "a backward inside the forward of a stage reached a linear operation whose weight "
+                "gradient is deferred; take a schedule without split backward for such a stage."
+            )
+        arguments = list(ctx.kept)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            if arguments[place] is None:
+                arguments[place] = tensor.detach()  # a tape must not keep the graph alive
+        ctx.tape.defer(ctx.rule, gradient, tuple(arguments))
+        needs_x = ctx.needs_input_grad[1]
+        of_x = ctx.rule.input_gradient(gradient, *arguments) if needs_x else None
+        return None, of_x, None, None, None, None
+
+
+class Splitter:
+    """Says which backwards a schedule splits, and makes their tapes.
+
+    Args:
+        schedule: What runs.
+        rules: For operations besides torch's own linear ones.
+    """
+
+    def __init__(self, schedule: Schedule, rules: Mapping[Callable[..., Any], SplitRule]) -> None:
+        self._rules = {**TORCH_RULES, **rules}
+        self._split = {
+            (action.stage, action.microbatch)
+            for row in schedule.actions
+            for action in row
+            if action.kind == "input_gradient"
+        }
+        self._said: set[int] = set()
+
+    def tape_for(self, action: Action) -> Tape | None:
+        """Return a tape for the forward of a backward that will be split, else None."""
+        return Tape() if (action.stage, action.microbatch) in self._split else None
+
+    def deferring(self, tape: Tape) -> Deferring:
+        """Return the context in which the stage's forward must run."""
+        return Deferring(self._rules, tape)
+
+    def backward(
+        self, tape: Tape, action: Action, tensors: Sequence[Tensor], seeds: Sequence[Tensor]
+    ) -> None:
+        """Do what `torch.autograd.backward` does, but leave weight gradients on the tape.
+
+        Warns, once a stage, if nothing was left.
+        """
+        tape.is_open = True
+        with self.deferring(tape):  # for a stage that recomputes
+            # Not torch.autograd.backward: it is a torch function itself, and would end the mode.
+            _engine_run_backward(
+                tuple(tensors),
+                tuple(seeds),
+                False,  # retain_graph
+                False,  # create_graph
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+        tape.is_open = False
+        if not tape and action.stage not in self._said:
+            self._said.add(action.stage)
+            warnings.warn(
+                f"the backward of stage {action.stage} could not be split: it calls no linear "
+                f"operation with an `nn.Parameter` as its weight (or calls them in a compiled "
+                f"graph), so all its gradients are computed at {action.kind} and its weight "
+                f"gradient actions do nothing; pass `split_rules` for operations of your own, or "
+                f"take a schedule without split backward.",
+                stacklevel=2,
+            )
+
+
+def parameters_in(arguments: tuple[Any, ...]) -> list[nn.Parameter]:
+    """Return the weights among the arguments after the input."""
+    return [a for a in arguments[1:] if isinstance(a, nn.Parameter) and a.requires_grad]
+
+
+def _can_wait(rule: SplitRule, arguments: tuple[Any, ...]) -> bool:
+    tensors = [value for value in arguments if isinstance(value, Tensor)]
+    plain = all(type(value) in (Tensor, nn.Parameter) for value in tensors)
+    # A later argument that has a history needs its gradient now.
+    grown = [a for a in arguments[1:] if isinstance(a, Tensor) and a.requires_grad]
+    return (
+        not torch._C._are_functorch_transforms_active()
+        and plain
+        and bool(grown)
+        and all(isinstance(value, nn.Parameter) for value in grown)
+        and isinstance(arguments[0], Tensor)
+        and rule.applies(*arguments)
+    )
+
+
+def _weight_gradients(
+    rule: SplitRule, gradient: Tensor, arguments: tuple[Any, ...]
+) -> list[tuple[nn.Parameter, Tensor]]:
+    with torch.no_grad():
+        made = rule.weight_gradients(gradient, *arguments)
+    return [
+        (weight, of_weight)
+        for weight, of_weight in zip(arguments[1:], made, strict=False)
+        if of_weight is not None and isinstance(weight, nn.Parameter) and weight.requires_grad
+    ]
