@@ -7,6 +7,7 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from olmo_distopt import (
+    DecayPolicy,
     GradientReducer,
     Location,
     ReplicaGroups,
@@ -133,6 +134,131 @@ def test_a_decay_rule_of_your_own(alone):
     assert torch.equal(named[1][1], before[1] * 0.9)
 
 
+@pytest.mark.parametrize("embeddings", [False, True])
+@pytest.mark.parametrize("routers", [False, True])
+def test_decay_policy(embeddings, routers):
+    policy = DecayPolicy(embeddings=embeddings, routers=routers)
+    cases = {
+        ("embedding.weight", (4, 2)): embeddings,
+        ("model.embed_tokens.weight", (4, 2)): embeddings,
+        ("wte.weight", (4, 2)): embeddings,
+        ("unembed.weight", (4, 2)): True,
+        ("lm_head.weight", (4, 2)): True,
+        ("blocks.0.router.weight", (4, 2)): routers,
+        ("blocks.0.router.weight", (8,)): routers,  # stored as a line
+        ("layers.0.mlp.gate.weight", (4, 2)): routers,
+        ("layers.0.mlp.gate_proj.weight", (4, 2)): True,
+        ("blocks.0.router.bias", (4,)): False,
+        ("blocks.0.router.temperature", (1,)): False,
+        ("blocks.0.router.selection_bias.bias_E", (4,)): False,
+        ("blocks.0.selection_bias.values", (4, 1)): False,
+        ("blocks.0.router.norm.weight", (2, 2)): False,
+        ("embedding.norm.weight", (2, 2)): False,
+        ("blocks.0.experts.w_down_EDH", (2, 4, 2)): True,
+        ("blocks.0.experts.biases", (2, 4)): False,
+    }
+    for (name, shape), expected in cases.items():
+        assert policy(name, nn.Parameter(torch.ones(shape))) is expected, name
+
+
+def test_rates_of_their_own_by_name(alone):
+    """A factor of the learning rate and one of the decay, as two optimizers would apply them."""
+    ours, theirs = _named([(2, 3), (2, 3), (4,)]), _named([(2, 3), (2, 3), (4,)])
+    scales, decays = {"p0": 1.0, "p1": 0.25, "p2": 0.0}, {"p0": 0.5, "p1": 2.0, "p2": 1.0}
+    optimizer = ShardedAdamW(
+        ours,
+        alone,
+        lr=0.1,
+        weight_decay=0.1,
+        lr_scale=lambda name, _: scales[name],
+        decay=lambda name, _: decays[name],
+    )
+    oracle = torch.optim.AdamW(
+        [
+            {"params": [p], "lr": 0.1 * scales[n], "weight_decay": 0.1 * decays[n]}
+            for n, p in theirs
+        ],
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        foreach=False,
+    )
+    for step in range(4):
+        _set_grads(ours, step)
+        _set_grads(theirs, step)
+        if step == 2:
+            optimizer.lr /= 2
+            for group in oracle.param_groups:
+                group["lr"] /= 2
+        optimizer.step()
+        oracle.step()
+    for (name, mine), (_, other) in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-7, msg=name)
+    assert torch.equal(ours[2][1], _named([(2, 3), (2, 3), (4,)])[2][1])
+
+
+@given(
+    numel=st.integers(1, 40),
+    betas=st.sampled_from([(0.9, 0.95), (0.0, 0.99), (0.5, 0.0)]),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=30, deadline=None)
+def test_bf16_moments_are_the_rounded_ones(numel, betas, seed):
+    def rounded(value):
+        return value.float().bfloat16().double()
+
+    draw = torch.Generator().manual_seed(seed)
+    weight = nn.Parameter(torch.randn(numel, generator=draw))
+    expected = [weight.detach().double(), *[torch.zeros(numel).double()] * 2]
+    groups = ReplicaGroups({"alone": None}, lambda *_: "alone")
+    optimizer = ShardedAdamW(
+        *([("w", weight)], groups), lr=0.01, betas=betas, moment_dtype=torch.bfloat16
+    )
+    for step in range(4):
+        grad = torch.randn(numel, generator=draw)
+        vars(weight)["main_grad"] = grad
+        optimizer.step()
+        options = {"step": step + 1, "lr": 0.01, "betas": betas, "eps": 1e-8}
+        new = reference.adamw(
+            expected[0], grad.double(), *expected[1:], **options, weight_decay=0.0
+        )
+        expected = [new[0], rounded(new[1]), rounded(new[2])]
+    state: dict[str, Any] = optimizer.state_dict()
+    assert state["exp_avg.w"].dtype == state["exp_avg_sq.w"].dtype == torch.bfloat16
+    # A moment on the edge between two BF16 numbers may fall to either: half a percent of a step.
+    torch.testing.assert_close(weight.double(), expected[0], rtol=0, atol=4 * 0.01 * 2.0**-8)
+    for kind, want in zip(("exp_avg", "exp_avg_sq"), expected[1:], strict=True):
+        torch.testing.assert_close(state[f"{kind}.w"].local.double(), want, rtol=2.0**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16])
+def test_a_factor_and_a_verdict_on_the_device(alone, moment_dtype):
+    """A scaled step is a step from scaled gradients; a skipped one never was."""
+    ours, theirs = _named(SHAPES), _named(SHAPES)
+    make = {"lr": 0.01, "moment_dtype": moment_dtype}
+    guarded, plain = ShardedAdamW(ours, alone, **make), ShardedAdamW(theirs, alone, **make)
+    for step in range(5):
+        skipped = step in (0, 3)
+        _set_grads(ours, step)
+        _set_grads(theirs, step)
+        if skipped:
+            for _, parameter in ours:
+                parameter.main_grad.fill_(math.nan)
+        kept = [parameter.main_grad.clone() for _, parameter in ours]
+        guarded.step(grad_scale=torch.tensor(0.25), skip=torch.tensor(skipped))
+        for (_, parameter), before in zip(ours, kept, strict=True):
+            torch.testing.assert_close(parameter.main_grad, before, rtol=0, atol=0, equal_nan=True)
+        if not skipped:
+            for _, parameter in theirs:
+                parameter.main_grad *= 0.25
+            plain.step()
+    assert guarded.num_steps == plain.num_steps == 3
+    want: dict[str, Any] = plain.state_dict()
+    for key, value in guarded.state_dict().items():
+        assert torch.equal(getattr(value, "local", value), getattr(want[key], "local", want[key]))
+    for (name, mine), (_, other) in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other), name
+
+
 def test_a_new_learning_rate_reaches_every_parameter(alone):
     ours, theirs = _named(SHAPES), _named(SHAPES)
     optimizer, oracle = ShardedAdamW(ours, alone, lr=0.5), _torch_adamw(theirs, lr=0.5)
@@ -187,6 +313,13 @@ def test_a_refused_step_changes_nothing(alone):
     vars(named[1][1])["main_grad"] = torch.ones(3)
     with pytest.raises(ValueError, match=r"`lr` must be in \[0, inf\), got nan"):
         optimizer.step(lr=math.nan)
+    for options, message in [
+        ({"skip": torch.tensor(1)}, r"`skip` must be 0-d and bool, got \(\) and torch.int64"),
+        ({"skip": torch.tensor([True])}, r"`skip` must be 0-d and bool, got \(1,\)"),
+        ({"grad_scale": torch.ones(2)}, r"`grad_scale` must be 0-d, got shape \(2,\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            optimizer.step(**options)
     assert optimizer.num_steps == 0
     assert all(torch.equal(p, old) for (_, p), old in zip(named, before, strict=True))
 
@@ -200,6 +333,13 @@ def test_bad_options(alone):
         ({"eps": 0.0}, "`eps` must be > 0 and finite, got 0.0"),
         ({"weight_decay": math.inf}, r"`weight_decay` must be in \[0, inf\), got inf"),
         ({"bucket_bytes": -1}, "`bucket_bytes` must be > 0, got -1"),
+        ({"lr_scale": lambda *_: -1.0}, r"`lr_scale\('p0'\)` must be in \[0, inf\), got -1.0"),
+        ({"decay": lambda *_: math.nan}, r"`decay\('p0'\)` must be in \[0, inf\), got nan"),
+        ({"moment_dtype": torch.float16}, "must be float32 or bfloat16, got torch.float16"),
+        (
+            {"moment_dtype": torch.bfloat16, "betas": (0.9, 0.999)},
+            r"at most 1 - 2\^-8 with bfloat16 moments, got \(0.9, 0.999\)",
+        ),
         ({"locations": {"q": Location((2,), 0)}}, r"must name listed parameters, got \['q'\]"),
         ({"locations": {"p0": Location((2, 3), 0)}}, r"`p0` must lie .* \(2, 2\) at row 0"),
         ({"locations": {"p0": Location((4, 2), 3)}}, "at row 3 of"),

@@ -1,6 +1,8 @@
 """Optimizer state saved under one layout and loaded under another, element for element."""
 
 import math
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -8,10 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
-from olmo_distopt import FlatShard, Location, ReplicaGroups, ShardedAdamW
-from olmo_distopt.reference import adamw
+from olmo_distopt import (
+    FlatShard,
+    Location,
+    ReplicaGroups,
+    ShardedAdamW,
+    ShardedMuon,
+    is_hidden_matrix,
+)
+from olmo_distopt.reference import adamw, muon
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
@@ -29,6 +38,12 @@ LAYOUTS = [
 ]
 E, D, H, LAYERS = 4, 3, 5, 2
 LR = 0.01
+OFFSETS = {"main": 0.0, "exp_avg": 0.25, "exp_avg_sq": 0.5, "momentum": 0.125}
+MOMENT_DTYPES = {
+    "adamw": torch.float32,
+    "adamw, BF16 moments": torch.bfloat16,
+    "muon": torch.float32,
+}
 # A failure restarts the worker processes, so the example found is kept and not shrunk.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 
@@ -87,45 +102,70 @@ class _Rank:
                 if "experts" in name:
                     self.locations[name] = Location(shape, first)
 
-    def optimizer(self):
+    def optimizer(self, kind, bucket_bytes=100):
+        options = {
+            "lr": LR,
+            "min_shard_numel": 8,
+            "bucket_bytes": bucket_bytes,
+            "locations": self.locations,
+        }
+        if kind == "muon":
+            return ShardedMuon(
+                self.parameters.items(), self.groups, product_dtype=torch.float32, **options
+            )
         return ShardedAdamW(
-            self.parameters.items(),
-            self.groups,
-            lr=LR,
-            min_shard_numel=8,
-            bucket_bytes=100,
-            locations=self.locations,
+            self.parameters.items(), self.groups, moment_dtype=MOMENT_DTYPES[kind], **options
         )
 
 
-def _save(rank, world, layout, folder):
+def _kept(kind, key, values):
+    """What a checkpoint holds under `key` of the form `main.NAME`, every element another."""
+    what, _, name = key.partition(".")
+    value = values[name] + OFFSETS[what]
+    return value if what == "main" else value.to(MOMENT_DTYPES[kind]).float()
+
+
+def _keys(kind, values):
+    """All keys of a whole checkpoint but `step`."""
+    keys = []
+    for name, value in values.items():
+        is_muon = kind == "muon" and is_hidden_matrix(name, nn.Parameter(value))
+        moments = ["momentum"] if is_muon else ["exp_avg", "exp_avg_sq"]
+        keys += [f"{what}.{name}" for what in ["main", *moments]]
+    return keys
+
+
+def _save(rank, world, layout, folder, kind):
     """Main weights start from the parameters; moments are written through the labels."""
     held = _Rank(rank, world, layout, lambda values: values)
-    optimizer = held.optimizer()
+    optimizer = held.optimizer(kind)
     values = _global_values()
     state: dict[str, Any] = optimizer.state_dict()
-    for name in held.parameters:
-        for key, offset in [("exp_avg", 0.25), ("exp_avg_sq", 0.5)]:
-            shard = state[f"{key}.{name}"]
-            piece = values[name].view(-1)[shard.start : shard.start + shard.local.numel()]
-            shard.local.copy_(piece + offset)
+    for key, shard in state.items():
+        if key not in ("step", "buffer"):
+            line = _kept(kind, key, values).view(-1)
+            shard.local.copy_(line[shard.start : shard.start + shard.local.numel()])
     state["step"].fill_(3)
     state["buffer"] = FlatShard(torch.arange(5))
     dcp.save(state, checkpoint_id=folder)
 
 
-def _load(rank, world, layout, folder):
+def _load(rank, world, layout, folder, kind, bucket_bytes):
     """Load into an optimizer that knew other values, then take a step."""
     held = _Rank(rank, world, layout, lambda values: values * 0 - 7)
-    optimizer = held.optimizer()
+    optimizer = held.optimizer(kind, bucket_bytes)
     buffer = torch.zeros(5, dtype=torch.int64)
     dcp.load({**optimizer.start_loading(), "buffer": FlatShard(buffer)}, checkpoint_id=folder)
     with pytest.raises(RuntimeError, match=r"`step\(\)` must wait"):
         optimizer.step()
     optimizer.finish_loading()
     assert buffer.tolist() == list(range(5))
-    loaded = {name: p.detach().clone() for name, p in held.parameters.items()}
     values = _global_values()
+    for key, shard in optimizer.state_dict().items():
+        if key != "step":
+            line = _kept(kind, key, values).view(-1)[shard.start :][: shard.local.numel()]
+            assert torch.equal(shard.local.float(), line), key
+    loaded = {name: p.detach().clone() for name, p in held.parameters.items()}
     for name, p in held.parameters.items():
         vars(p)["main_grad"] = values[name].cos()[held.rows[name]]
     optimizer.step()
@@ -134,52 +174,69 @@ def _load(rank, world, layout, folder):
 
 
 @pytest.mark.dist
-@settings(max_examples=6, deadline=None, phases=PHASES)
-@given(saved=st.sampled_from(LAYOUTS), loaded=st.sampled_from(LAYOUTS))
-def test_any_layout_loads_any_other(processes, tmp_path_factory, saved, loaded):
+@settings(max_examples=9, deadline=None, phases=PHASES)
+@given(
+    saved=st.sampled_from(LAYOUTS),
+    loaded=st.sampled_from(LAYOUTS),
+    kind=st.sampled_from(["adamw", "adamw, BF16 moments", "muon"]),
+    bucket_bytes=st.sampled_from([1, 300, 10**6]),
+)
+@example(saved=(2, 2, 1), loaded=(4, 1, 1), kind="adamw", bucket_bytes=1)
+@example(saved=(2, 2, 1), loaded=(1, 1, 2), kind="muon", bucket_bytes=300)
+@example(saved=(4, 4, 1), loaded=(2, 2, 1), kind="adamw, BF16 moments", bucket_bytes=10**6)
+def test_any_layout_loads_any_other(processes, tmp_path_factory, saved, loaded, kind, bucket_bytes):
     folder = tmp_path_factory.mktemp("checkpoint")
     values = _global_values()
-    processes.run(_save, saved, folder, world=saved[0] * saved[2])
-    _assert_holds_global_lines(folder, values)
+    processes.run(_save, saved, folder, kind, world=saved[0] * saved[2])
+    _assert_holds_global_lines(folder, kind, values)
     seen = set()
     for rows, weights, stepped, num_steps in processes.run(
-        _load, loaded, folder, world=loaded[0] * loaded[2]
+        _load, loaded, folder, kind, bucket_bytes, world=loaded[0] * loaded[2]
     ):
         assert num_steps == 4
         for name, weight in weights.items():
             seen.add(name)
             assert torch.equal(weight, values[name][rows[name]]), name
-            expected, *_ = adamw(
-                *(values[name].double(), values[name].cos().double()),
-                *(values[name].double() + 0.25, values[name].double() + 0.5),
-                **{"step": 4, "lr": LR, "betas": (0.9, 0.95), "eps": 1e-8},
-                weight_decay=0.0 if "norm" in name else 0.1,
-            )
-            torch.testing.assert_close(
-                stepped[name].double(), expected[rows[name]], rtol=1e-6, atol=1e-7
-            )
+            expected = _next_step(kind, name, values)[rows[name]]
+            torch.testing.assert_close(stepped[name].double(), expected, rtol=1e-6, atol=1e-6)
     assert seen == set(values)
 
 
-def _assert_holds_global_lines(folder, values):
+def _next_step(kind, name, values):
+    """The whole parameter after one step from what the checkpoint holds, in float64."""
+    weight, grad = values[name].double(), values[name].cos().double()
+    decay = 0.0 if "norm" in name else 0.1
+    if f"momentum.{name}" in _keys(kind, values):
+        triples = [
+            value.double().view(-1, *weight.shape[-2:])
+            for value in (weight, grad, _kept(kind, f"momentum.{name}", values))
+        ]
+        options = {"lr": LR, "momentum": 0.95, "nesterov": True, "scale": "adamw_rms"}
+        new = [muon(*each, **options, weight_decay=decay)[0] for each in zip(*triples, strict=True)]
+        return torch.stack(new).view(weight.shape)
+    moments = [_kept(kind, f"{what}.{name}", values).double() for what in ("exp_avg", "exp_avg_sq")]
+    options = {"step": 4, "lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": decay}
+    return adamw(weight, grad, *moments, **options)[0]
+
+
+def _assert_holds_global_lines(folder, kind, values):
     """Read the checkpoint with plain tensors in one process: each is its whole line, in order."""
-    whole = {}
-    for name, value in values.items():
-        for key in ("main", "exp_avg", "exp_avg_sq"):
-            whole[f"{key}.{name}"] = torch.full((value.numel(),), math.nan)
+    keys = _keys(kind, values)
+    whole = {key: torch.full((values[key.partition(".")[2]].numel(),), math.nan) for key in keys}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(whole, checkpoint_id=folder)
-    for name, value in values.items():
-        for key, offset in [("main", 0.0), ("exp_avg", 0.25), ("exp_avg_sq", 0.5)]:
-            assert torch.equal(whole[f"{key}.{name}"], value.view(-1) + offset), f"{key}.{name}"
+    payload = 8 + 5 * 8
+    for key, line in whole.items():
+        assert torch.equal(line, _kept(kind, key, values).view(-1)), key
+        is_moment = not key.startswith("main")
+        payload += line.numel() * (MOMENT_DTYPES[kind].itemsize if is_moment else 4)
     stored = sum(path.stat().st_size for path in folder.glob("*.distcp"))
-    payload = sum(3 * 4 * value.numel() for value in values.values()) + 8 + 5 * 8
-    pieces = 3 * len(values) * 4 + 8
+    pieces = len(keys) * 4 + 8
     assert payload <= stored < payload + 1700 * pieces
 
 
-def _resume(rank, world, folder):
+def _resume(rank, world, folder, kind):
     """Six steps at once, and in three runs of two steps each with a checkpoint between them."""
     grads = [
         {name: (value + 1).mul(step + 1).sin() for name, value in _global_values().items()}
@@ -188,7 +245,7 @@ def _resume(rank, world, folder):
 
     def start(fill):
         held = _Rank(rank, world, (2, 2, 1), lambda values: fill(values).bfloat16())
-        return held, held.optimizer()
+        return held, held.optimizer(kind)
 
     def steps(held, optimizer, window):
         for index in window:
@@ -225,8 +282,9 @@ def _resume(rank, world, folder):
 
 
 @pytest.mark.dist
-def test_resuming_twice_is_bitwise_the_uninterrupted_run(processes, tmp_path):
-    assert processes.run(_resume, tmp_path, world=2) == [[], []]
+@pytest.mark.parametrize("kind", MOMENT_DTYPES)
+def test_resuming_twice_is_bitwise_the_uninterrupted_run(processes, tmp_path, kind):
+    assert processes.run(_resume, tmp_path, kind, world=2) == [[], []]
 
 
 def _alone(call, *arguments, **options):
@@ -343,3 +401,130 @@ def _hole(rank, world):
 @pytest.mark.dist
 def test_a_hole_on_one_rank_stops_every_replica(processes):
     processes.run(_hole, world=2, timeout=60)
+
+
+def test_giving_out_the_state_disturbs_and_copies_nothing(alone):
+    shapes = {"w": (4, 6), "stack": (2, 3, 4), "norm": (3,)}
+    runs = []
+    for looks in (False, True):
+        named: list[tuple[str, Any]] = [
+            (name, nn.Parameter(torch.full(shape, 0.5))) for name, shape in shapes.items()
+        ]
+        optimizer = ShardedMuon(named, alone, lr=0.1)
+        places = set()
+        for step in range(4):
+            for _, p in named:
+                p.main_grad = torch.full_like(p, step + 1.0).cumsum(0)
+            optimizer.step()
+            if looks:
+                state: dict[str, Any] = optimizer.state_dict()
+                places.add(tuple(getattr(v, "local", v).data_ptr() for v in state.values()))
+        runs.append(
+            {k: getattr(v, "local", v).clone() for k, v in optimizer.state_dict().items()}
+            | {name: p.detach() for name, p in named}
+        )
+    assert len(places) == 1, "labels on storage that stays"
+    assert all(torch.equal(runs[0][key], value) for key, value in runs[1].items())
+
+
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16])
+def test_moments_may_change_their_dtype_in_a_load(alone, tmp_path, saved, loaded):
+    weight: Any = nn.Parameter(torch.linspace(-1, 1, 12))
+    optimizer = ShardedAdamW([("w", weight)], alone, lr=0.1, moment_dtype=saved)
+    weight.main_grad = torch.linspace(-2, 3, 12)
+    optimizer.step()
+    kept: dict[str, Any] = optimizer.state_dict()
+    _alone(dcp.save, kept, checkpoint_id=tmp_path)
+    other = ShardedAdamW([("w", nn.Parameter(torch.zeros(12)))], alone, lr=0.1, moment_dtype=loaded)
+    _alone(dcp.load, other.start_loading(), checkpoint_id=tmp_path)
+    other.finish_loading()
+    for key, value in other.state_dict().items():
+        want = getattr(kept[key], "local", kept[key])
+        got = getattr(value, "local", value)
+        assert torch.equal(got, want.to(got.dtype)), key
+
+
+def _groups_of_rates(rank, world, folder):
+    """Rates go by name: a load into another order and layout cannot mix them up (rank 1 lacks the
+    expert), and a new rate reaches every one of them."""
+    shapes = {"dense.w": (2, 4), "norm.weight": (4,), "expert.w": (2, 4)}
+
+    def make(names):
+        named: list[tuple[str, Any]] = [
+            (name, nn.Parameter(torch.ones(shapes[name]))) for name in names
+        ]
+        groups = ReplicaGroups(
+            {"all": dist.group.WORLD, "own": None},
+            lambda name, _: "own" if "expert" in name else "all",
+        )
+        optimizer = ShardedAdamW(
+            named,
+            groups,
+            lr=0.1,
+            weight_decay=0.5,
+            min_shard_numel=1,
+            lr_scale=lambda name, _: 0.5 if "expert" in name else 1.0,
+            decay=lambda name, _: {"dense.w": 1.0, "expert.w": 2.0}.get(name, 0.0),
+        )
+        return dict(named), optimizer
+
+    def take(named, optimizer, lr):
+        optimizer.lr = lr
+        for p in named.values():
+            p.main_grad = torch.zeros_like(p)
+        optimizer.step()
+        return {name: p.detach()[..., 0].flatten()[0].item() for name, p in named.items()}
+
+    names = ["dense.w", "norm.weight", *(["expert.w"] if rank == 0 else [])]
+    named, optimizer = make(names)
+    take(named, optimizer, 0.1)
+    dcp.save(optimizer.state_dict(), checkpoint_id=folder)
+    want = take(named, optimizer, 0.02)
+    again, loaded = make(names[::-1])
+    dcp.load(loaded.start_loading(), checkpoint_id=folder)
+    loaded.finish_loading()
+    assert take(again, loaded, 0.02) == want
+    return want
+
+
+@pytest.mark.dist
+def test_rates_of_their_own_survive_a_load(processes, tmp_path):
+    first, second = processes.run(_groups_of_rates, tmp_path, world=2)
+    dense = (1 - 0.1 * 0.5) * (1 - 0.02 * 0.5)
+    assert first == pytest.approx({"dense.w": dense, "norm.weight": 1.0, "expert.w": dense})
+    assert second == pytest.approx({"dense.w": dense, "norm.weight": 1.0})
+
+
+def test_a_save_that_is_killed_leaves_no_checkpoint(alone, tmp_path):
+    """The process dies in its second save: the first one loads, the second is none."""
+    script = """if True:
+        import os, sys, warnings
+        import torch
+        import torch.distributed.checkpoint as dcp
+        from olmo_distopt import FlatShard, ReplicaGroups, ShardedAdamW
+        warnings.simplefilter("ignore")
+        named = [(f"w{i}", torch.nn.Parameter(torch.full((8,), 1.0 + i))) for i in range(3)]
+        groups = ReplicaGroups({"alone": None}, lambda *_: "alone")
+        optimizer = ShardedAdamW(named, groups, lr=0.1)
+        dcp.save(optimizer.state_dict(), checkpoint_id=sys.argv[1])
+        given = FlatShard.__get_tensor_shard__
+        def killed(self, index):
+            return os._exit(9) if index.fqn == "main.w1" else given(self, index)
+        FlatShard.__get_tensor_shard__ = killed
+        dcp.save(optimizer.state_dict(), checkpoint_id=sys.argv[2])
+    """
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    done = subprocess.run(
+        [sys.executable, "-c", script, whole, broken], check=False, capture_output=True, timeout=120
+    )
+    assert done.returncode == 9, done.stderr
+    named = [(f"w{i}", nn.Parameter(torch.zeros(8))) for i in range(3)]
+    optimizer = ShardedAdamW(named, alone, lr=0.1)
+    with pytest.raises(CheckpointException):
+        _alone(dcp.load, optimizer.start_loading(), checkpoint_id=broken)
+    with pytest.raises(RuntimeError, match="loaded into part of"):
+        optimizer.finish_loading()
+    _alone(dcp.load, optimizer.start_loading(), checkpoint_id=whole)
+    optimizer.finish_loading()
+    assert [p.detach()[0].item() for _, p in named] == [1.0, 2.0, 3.0]

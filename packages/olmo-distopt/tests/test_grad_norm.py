@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from olmo_distopt import ReplicaGroups, clip_grad_norm, global_grad_norm
+from olmo_distopt import ReplicaGroups, clip_factor, clip_grad_norm, global_grad_norm
 from olmo_distopt.reference import global_norm
 from torch import nn
 
@@ -65,6 +65,16 @@ def test_a_non_finite_norm_changes_nothing(alone, norm_type, poison):
     )
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1.0, 7.0, 1e30, NAN, INF])
+def test_the_factor_is_what_clipping_does(alone, value):
+    named = [("p", _with_grad([value]))]
+    factor = clip_factor(global_grad_norm(named, alone), 2.0)
+    clip_grad_norm(named, alone, 2.0)
+    torch.testing.assert_close(named[0][1].main_grad, value * factor[None], equal_nan=True)
+    assert factor.shape == ()
+    assert factor.item() == pytest.approx(2.0 / value if 2.0 < value < INF else 1.0)
+
+
 @pytest.mark.parametrize("norm_type", [2.0, INF])
 def test_nothing_to_measure(alone, norm_type):
     assert clip_grad_norm([], alone, 1.0, norm_type=norm_type).item() == 0.0
@@ -78,6 +88,8 @@ def test_bad_input(alone):
     for max_norm in (0.0, -1.0, NAN):
         with pytest.raises(ValueError, match="`max_norm` must be > 0"):
             clip_grad_norm(named, alone, max_norm)
+        with pytest.raises(ValueError, match="`max_norm` must be > 0"):
+            clip_factor(torch.tensor(1.0), max_norm)
     with pytest.raises(ValueError, match=r"`norm_type` must be 2.0 or `math.inf`, got 1.0"):
         global_grad_norm(named, alone, norm_type=1.0)
     with pytest.raises(ValueError, match="`bare` must have a `main_grad`"):

@@ -1,9 +1,13 @@
 """A tiny model with experts, trained for three steps: every layout equals one process.
 
+In both ways of taking the mean over tokens: losses scaled beforehand and reduced at the end, and
+losses that are sums, reduced within the last backward by scattering and divided by the count.
+
 Tokens carry the id of their expert. A process gathers the rows of its expert-parallel group and
 computes those of its own experts, so an expert sees the tokens of several data ranks.
 """
 
+import contextlib
 import math
 from typing import Any
 
@@ -114,7 +118,7 @@ def _one_process():
     return steps, weights
 
 
-def _train(rank, world, layouts):
+def _train(rank, world, layouts, counted):
     results = []
     for expert_parallel in layouts:
         exchange: Any = None
@@ -127,11 +131,11 @@ def _train(rank, world, layouts):
             ranks = range(first, world, expert_parallel)
             group = dist.new_group(list(ranks))
             replicas = group if rank in ranks else replicas
-        results.append(_train_layout(rank, world, expert_parallel, exchange, replicas))
+        results.append(_train_layout(rank, world, expert_parallel, exchange, replicas, counted))
     return results
 
 
-def _train_layout(rank, world, expert_parallel, exchange, replicas):
+def _train_layout(rank, world, expert_parallel, exchange, replicas, counted):
     held = E // expert_parallel
     first_expert = rank % expert_parallel * held
     weights: dict[str, Any] = {name: nn.Parameter(w) for name, w in _weights().items()}
@@ -141,7 +145,14 @@ def _train_layout(rank, world, expert_parallel, exchange, replicas):
         {"dense": dist.group.WORLD, "expert": replicas},
         lambda name, _: "expert" if "experts" in name else "dense",
     )
-    reducer = GradientReducer(weights.items(), groups, bucket_bytes=128)
+    reducer = GradientReducer(
+        weights.items(),
+        groups,
+        bucket_bytes=128,
+        collective="reduce_scatter" if counted else "all_reduce",
+        overlap=counted,
+        min_shard_numel=8,
+    )
     optimizer = ShardedAdamW(
         weights.items(),
         groups,
@@ -153,8 +164,10 @@ def _train_layout(rank, world, expert_parallel, exchange, replicas):
     steps = []
     for step in range(STEPS):
         reducer.zero()
+        num_tokens = 0
         for slot in range(rank, SLOTS, world):
             for index in range(MICROBATCHES):
+                last = slot + world >= SLOTS and index == MICROBATCHES - 1
                 x_TD, ids_T = _microbatch(step, slot, index)
                 ids_by_rank: list[Any] = [None] * dist.get_world_size(exchange)
                 dist.all_gather_object(ids_by_rank, ids_T.tolist(), group=exchange)
@@ -162,9 +175,12 @@ def _train_layout(rank, world, expert_parallel, exchange, replicas):
                 all_rows = _GatherRows.apply(rows, [len(ids) for ids in ids_by_rank], exchange)
                 ids_R = torch.tensor([i for ids in ids_by_rank for i in ids], dtype=torch.int64)
                 loss = _expert_loss(weights["experts.weight"], all_rows, ids_R, first_expert)
-                (loss / _num_tokens(step)).backward()
-        reducer.reduce()
-        grads = {name: weight.main_grad.clone() for name, weight in weights.items()}
+                loss = loss if counted else loss / _num_tokens(step)
+                num_tokens += len(ids_T)
+                with contextlib.nullcontext() if last else reducer.no_sync():
+                    loss.backward()
+        reducer.reduce(num_tokens=num_tokens if counted else None)
+        grads = {name: _whole(weight, groups.of(name, weight)) for name, weight in weights.items()}
         norm = clip_grad_norm(weights.items(), groups, MAX_NORM)
         optimizer.step()
         steps.append((grads, norm.item()))
@@ -172,14 +188,24 @@ def _train_layout(rank, world, expert_parallel, exchange, replicas):
     return first_expert, steps, {name: weight.detach() for name, weight in weights.items()}
 
 
+def _whole(weight, group):
+    """The whole reduced gradient, the ranges of the other replicas fetched from them."""
+    held = vars(weight).get("main_grad_range")
+    if held is None:
+        return weight.main_grad.clone()
+    ranges = group.gather_objects(weight.main_grad.view(-1).narrow(0, *held).tolist())
+    return torch.tensor(ranges).view_as(weight)
+
+
 @pytest.mark.dist
-def test_every_layout_equals_one_process(processes):
+@pytest.mark.parametrize("counted", [False, True])
+def test_every_layout_equals_one_process(processes, counted):
     expected_steps, expected_weights = _one_process()
     assert all(norm > MAX_NORM for _, norm in expected_steps), "clipping must take part"
     assert not expected_steps[1][0]["experts.weight"][3].any(), "expert 3 waits"
     assert expected_steps[2][0]["experts.weight"][3].any()
     for world, layouts in [(1, [1]), (2, [1, 2]), (4, [1, 2, 4])]:
-        ranks = processes.run(_train, layouts, world=world)
+        ranks = processes.run(_train, layouts, counted, world=world)
         for index, expert_parallel in enumerate(layouts):
             _check(
                 [results[index] for results in ranks],

@@ -121,12 +121,83 @@ def test_bad_options(alone, parameter):
         GradientReducer(weight, alone, bucket_bytes=0)
     with pytest.raises(ValueError, match=r"must be float32 or float64, got torch.bfloat16"):
         GradientReducer(weight, alone, accumulate_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"`collective` must be one of .*, got 'reduce'"):
+        GradientReducer(weight, alone, collective="reduce")
+    reducer = GradientReducer(weight, alone)
+    with pytest.raises(ValueError, match=r"got one of shape \(3,\) that is not listed"):
+        reducer.gradient_added(parameter([1.0, 2.0, 3.0]))
+    reducer.close()
     with pytest.raises(ValueError, match="must not be narrower"):
         GradientReducer([("weight", parameter([1.0], torch.float64))], alone)
     transposed = nn.Parameter(torch.ones(2, 3).t())
     with pytest.raises(ValueError, match=r"`weight` must be contiguous, got shape \(3, 2\)"):
         GradientReducer([("weight", transposed)], alone)
     GradientReducer([], alone).reduce()
+
+
+def test_no_sync_holds_and_refuses(alone, parameter):
+    weight, other = parameter([1.0]), parameter([1.0])
+    reducer = GradientReducer([("weight", weight), ("other", other)], alone, overlap=True)
+    with reducer.no_sync():
+        weight.sum().backward()
+        with pytest.raises(RuntimeError, match=r"must be called outside of `no_sync\(\)`"):
+            reducer.reduce()
+        with reducer.no_sync():
+            weight.sum().backward()
+        weight.sum().backward()
+    weight.sum().backward()
+    with pytest.raises(RuntimeError, match="`weight` must get one gradient a window outside"):
+        weight.sum().backward()
+    weight.grad = None
+    with (
+        reducer.no_sync(),
+        pytest.raises(RuntimeError, match="and no later one, but a second arrived"),
+    ):
+        weight.sum().backward()
+    weight.grad = None
+    with pytest.raises(RuntimeError, match="and no later one"):
+        reducer.gradient_added(weight)
+    other.sum().backward()
+    reducer.reduce()
+    assert (weight.main_grad.item(), other.main_grad.item()) == (4.0, 1.0)
+    reducer.zero()
+    weight.sum().backward()
+    assert weight.main_grad.item() == 1.0
+
+
+def test_a_window_that_has_begun_to_reduce_must_end(alone, parameter):
+    weight = parameter([1.0])
+    reducer = GradientReducer([("weight", weight)], alone, overlap=True)
+    weight.sum().backward()
+    with pytest.raises(RuntimeError, match=r"`zero\(\)` must wait for `reduce\(\)`"):
+        reducer.zero()
+    reducer.reduce()
+    reducer.zero()
+    reducer.zero()
+    assert weight.main_grad.item() == 0.0
+
+
+def test_without_overlap_passes_outside_of_no_sync_add_up(alone, parameter):
+    weight = parameter([1.0])
+    reducer = GradientReducer([("weight", weight)], alone)
+    for _ in range(3):
+        weight.sum().backward()
+        reducer.gradient_added(weight)
+    reducer.reduce()
+    assert weight.main_grad.item() == 3.0
+    with pytest.raises(RuntimeError, match=r"after `reduce\(\)`"):
+        reducer.gradient_added(weight)
+
+
+def test_tokens_of_one_process(alone, parameter):
+    weight = parameter([1.0, 2.0])
+    reducer = GradientReducer([("weight", weight)], alone)
+    for num_tokens, expected in [(4, 2.0), (torch.tensor(2.0), 4.0), (0, 8.0)]:
+        (weight.sum() * 8).backward()
+        reducer.reduce(num_tokens=num_tokens)
+        assert weight.main_grad.tolist() == [expected] * 2
+        reducer.zero()
+    GradientReducer([], alone).reduce(num_tokens=3)
 
 
 def _sums(rank, world):

@@ -5,8 +5,9 @@
 
 "Each once" is what goes wrong in parallel: a dense gradient lies on every data-parallel process, an
 expert's on some of them, a pipeline stage holds only its layers. Here the process with rank 0 in a
-parameter's replica group counts it, and one all-reduce over all processes that hold the model adds
-up. The number is the same on every process and in every layout, so the factor is too.
+parameter's replica group counts it, or, after a reduce-scatter, every replica its own range; and
+one all-reduce over all processes that hold the model adds up. The number is the same on every
+process and in every layout, so the factor is too.
 
 Elements are squared and summed in FP64: no overflow above 1.8e19, and no visible dependence on the
 order of the sum. Nothing is read from the device by the host.
@@ -22,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ._collective import collective_device, is_together
 from ._groups import ReplicaGroups
-from ._parameters import main_grad, trainable
+from ._parameters import main_grad, scattered_range, trainable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -97,22 +99,47 @@ def clip_grad_norm(
         )
     grads, counted = _gradients(named_parameters, replica_groups)
     norm = _norm(grads, counted, norm_type, group)
-    factor = torch.where((norm > max_norm) & norm.isfinite(), max_norm / norm, 1.0)
+    factor = _factor(norm, max_norm)
     for grad in grads:
         grad.mul_(factor.to(grad.device, grad.dtype))
     return norm.float()
 
 
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return the factor that clips by a norm, for `step(grad_scale=...)`: no pass over gradients.
+
+    Args:
+        norm: of `global_grad_norm`, 0-d.
+        max_norm: largest norm that stays unscaled, > 0.
+
+    Returns:
+        `max_norm / norm` where the norm is finite and above `max_norm`, else 1; 0-d float32.
+
+    Raises:
+        ValueError: `max_norm` is not above 0.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"`max_norm` must be > 0, got {max_norm}.")
+    return _factor(norm.double(), max_norm).float()
+
+
+def _factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    return torch.where((norm > max_norm) & norm.isfinite(), max_norm / norm, 1.0)
+
+
 def _gradients(
     named_parameters: Iterable[tuple[str, nn.Parameter]], replica_groups: ReplicaGroups
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return every gradient held here, and those of them that this process counts."""
+    """Return every summed gradient held here, and those of them that this process counts."""
     grads: list[torch.Tensor] = []
     counted: list[torch.Tensor] = []
     for name, parameter in trainable(named_parameters):
-        grad = main_grad(name, parameter)
+        grad, held = main_grad(name, parameter), scattered_range(parameter)
+        if held is not None:
+            grad = grad.view(-1).narrow(0, *held)
         grads.append(grad)
-        if replica_groups.of(name, parameter).rank == 0 and grad.numel() > 0:
+        counts = held is not None or replica_groups.of(name, parameter).rank == 0
+        if counts and grad.numel() > 0:
             counted.append(grad)
     return grads, counted
 
@@ -126,24 +153,18 @@ def _norm(
     """Return the norm as 0-d float64."""
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"`norm_type` must be 2.0 or `math.inf`, got {norm_type}.")
-    together = dist.is_available() and dist.is_initialized()
-    if grads:
-        device = grads[0].device
-    elif together and "nccl" in dist.get_backend_config(group):
-        device = torch.device("cuda", torch.cuda.current_device())
-    else:
-        device = torch.device("cpu")
+    device = collective_device(grads, group)
     zero = torch.zeros((), dtype=torch.float64, device=device)
     if norm_type == 2.0:
         total = sum((_sum_of_squares(grad).to(device) for grad in counted), zero)
-        if together:
+        if is_together():
             dist.all_reduce(total, group=group)
         return total.sqrt()
     largest = torch.stack([zero, *(grad.abs().amax().to(device, zero.dtype) for grad in counted)])
     # A MAX over processes may drop a NaN, so it travels as a flag beside the largest number.
     number = largest.nan_to_num(nan=0.0, posinf=math.inf).amax()
     pair = torch.stack([number, largest.isnan().any().to(number.dtype)])
-    if together:
+    if is_together():
         dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
     return torch.where(pair[1] > 0, math.nan, pair[0])
 

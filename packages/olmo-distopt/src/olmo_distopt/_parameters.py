@@ -1,14 +1,11 @@
-"""Rules that the reducer, the optimizer and the norm share about lists of parameters."""
+"""Rules that the reducer, the optimizers and the norm share about lists of parameters."""
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-T = TypeVar("T")
-
-BUCKET_BYTES = 250 * 2**20
+from ._partition import Range
 
 
 def trainable(
@@ -66,33 +63,10 @@ def main_grad(name: str, parameter: nn.Parameter) -> torch.Tensor:
     return gradient
 
 
-def fill_buckets(
-    items: Iterable[T],
-    *,
-    key: Callable[[T], tuple[str, ...]],
-    num_bytes: Callable[[T], int],
-    limit: int,
-) -> list[list[T]]:
-    """Group `items` by `key`, each group cut into runs of at most `limit` bytes.
+def scattered_range(parameter: nn.Parameter) -> Range | None:
+    """Return the only elements of `main_grad` that are summed over the replicas, or None for all.
 
-    Args:
-        items: in the order that every process shares.
-        key: what the items of one bucket have in common; the group's name comes first.
-        num_bytes: bytes of one item. An item above the limit gets a bucket of its own.
-        limit: bytes a bucket, > 0.
-
-    Returns:
-        The buckets, sorted by key and then by order of arrival: the order of their collectives.
+    A reduce-scatter leaves its sum on each replica in that replica's range alone; the rest is
+    scratch. The reducer says so in the attribute `main_grad_range`.
     """
-    if limit <= 0:
-        raise ValueError(f"`bucket_bytes` must be > 0, got {limit}.")
-    buckets: dict[tuple[str, ...], list[list[T]]] = {}
-    room: dict[tuple[str, ...], int] = {}
-    for item in items:
-        item_key, size = key(item), num_bytes(item)
-        if size > room.get(item_key, -1):
-            buckets.setdefault(item_key, []).append([])
-            room[item_key] = limit
-        buckets[item_key][-1].append(item)
-        room[item_key] -= size
-    return [bucket for item_key in sorted(buckets) for bucket in buckets[item_key]]
+    return vars(parameter).get("main_grad_range")

@@ -7,32 +7,42 @@ times 2^-9 is 2 in FP32 and stays 1 in BF16.)
 
     main_grad = sum over replicas r, microbatches m of  d loss(r, m) / d parameter
 
-SUM is the only rule. Each process scales its loss by `1 / (tokens of the whole step, on all
-processes)` before backward; then the sum is the gradient of the mean loss for a dense weight and
-for an expert alike, whatever the layout, the accumulation or the split of tokens. An average over a
-replica group would be right for neither: an expert already sees the tokens of all expert-parallel
-ranks, so dividing by its own, smaller group leaves it that many times too large.
+SUM is the only rule. An average over a replica group would be right for no parameter: an expert
+already sees the tokens of all expert-parallel ranks, so dividing by its own, smaller group leaves
+it that many times too large. The mean over tokens is made in one of two ways, alike for dense
+weights and experts: each process scales its loss by `1 / (tokens of the whole step, on all
+processes)`, or leaves each loss a sum over tokens and gives `reduce()` its number of tokens.
 
 Shapes: a bucket is one line of elements; P elements of parameters in all cost `4 P` bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._groups import ReplicaGroup, ReplicaGroups
-from ._parameters import BUCKET_BYTES, fill_buckets, trainable
+from ._accumulate import accumulate
+from ._buckets import BUCKET_BYTES, fill_buckets
+from ._collective import collective_device, is_together
+from ._gradient_bucket import GradientBucket
+from ._groups import ReplicaGroups
+from ._impl import Impl, require_impl, runs_kernel
+from ._parameters import trainable
+from ._partition import MIN_SHARD_NUMEL, equal_ranges
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    group: ReplicaGroup
-    flat: torch.Tensor
+Collective = Literal["all_reduce", "reduce_scatter"]
+
+# Reduce-scatters whose copies may exist at a time.
+_MOST_COPIES = 2
 
 
 class GradientReducer:
@@ -43,21 +53,38 @@ class GradientReducer:
     part in the sum, so an expert without tokens is neither a hang nor a missing tensor. What a
     parameter received early in a window stays, whatever the last microbatch does not touch.
 
+    With `overlap`, a bucket's reduction starts within backward, as soon as every gradient in it has
+    arrived outside of `no_sync()` and the buckets before it have started; `reduce()` starts the
+    rest and waits. All backward passes but the last one of each parameter then belong in
+    `no_sync()`: the last microbatch's, or with a pipeline the last one of each chunk.
+
     Args:
-        named_parameters: `(global name, parameter)`, in the same order on all replicas. Frozen
-            parameters are left out (`requires_grad` is read here, once). A tied weight is listed
-            once.
+        named_parameters: `(global name, parameter)`, in the same order on all replicas; the order
+            in which forward uses them is best for `overlap`. Frozen parameters are left out
+            (`requires_grad` is read here, once). A tied weight is listed once.
         replica_groups: who holds replicas of which parameter.
         bucket_bytes: size above which a bucket is closed, > 0; a larger parameter has its own.
         accumulate_dtype: float32, or float64 for a check.
+        collective: "all_reduce": every replica holds the whole sum. "reduce_scatter": half the
+            traffic; of a tensor that `ShardedAdamW` cuts, each replica holds the sum of its own
+            range, which `main_grad_range` names, and scratch elsewhere. Not for `ShardedMuon`.
+        overlap: start reductions within backward. The sums have the same bits either way.
+        min_shard_numel: for "reduce_scatter", as in `ShardedAdamW`.
+        impl: how gradients are added. "auto" is "reference", plain torch, until the kernel has run
+            on a GPU; "triton" needs CUDA.
 
     Raises:
-        ValueError: a parameter is listed twice, is not contiguous, holds a `.grad` or a `main_grad`
-            already; or the members of a replica group list different parameters.
+        ValueError: an option is none of those above; a parameter is listed twice, is not
+            contiguous, holds a `.grad` or a `main_grad` already; or the members of a replica group
+            list different parameters.
+        RuntimeError: "triton" without triton.
 
     Note:
-        Every parameter gets the attribute `main_grad`, of its shape. The collectives run in one
-        order: by group name, then in the order of `named_parameters`.
+        Every parameter gets the attribute `main_grad`, of its shape. A kernel may add to it itself
+        and give autograd no gradient; see `gradient_added`. Buckets fill from the end of the list,
+        where backward begins; see `_buckets` for the order of the collectives. Nothing is read from
+        the device. An all-reduce needs no memory of its own, a reduce-scatter up to two copies of a
+        bucket. Members of a group must use the same options: these are not compared.
     """
 
     def __init__(
@@ -67,56 +94,203 @@ class GradientReducer:
         *,
         bucket_bytes: int = BUCKET_BYTES,
         accumulate_dtype: torch.dtype = torch.float32,
+        collective: Collective = "all_reduce",
+        overlap: bool = False,
+        min_shard_numel: int = MIN_SHARD_NUMEL,
+        impl: Impl = "auto",
     ) -> None:
         if accumulate_dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"`accumulate_dtype` must be float32 or float64, got {accumulate_dtype}: sums of "
                 "many gradients need more bits than one gradient."
             )
+        if collective not in get_args(Collective):
+            raise ValueError(
+                f"`collective` must be one of {get_args(Collective)}, got {collective!r}."
+            )
+        require_impl(impl)
+        if impl == "triton" and accumulate_dtype != torch.float32:
+            raise ValueError("`impl='triton'` adds to float32, got `accumulate_dtype` float64.")
         self._parameters = trainable(named_parameters)
         for name, parameter in self._parameters:
-            if parameter.grad is not None or "main_grad" in vars(parameter):
-                raise ValueError(
-                    f"Parameter `{name}` must hold no gradient yet, got one in `.grad` or "
-                    "`.main_grad`; set `.grad = None` and close the reducer it had."
-                )
-            if parameter.dtype.itemsize > accumulate_dtype.itemsize:
-                raise ValueError(
-                    f"`accumulate_dtype` must not be narrower than the gradients it adds, got "
-                    f"{accumulate_dtype} for `{name}` of {parameter.dtype}."
-                )
+            _require_clean(name, parameter, accumulate_dtype)
+            runs_kernel(impl, parameter.device)
         replica_groups.require_agreement(self._parameters)
-        item_bytes = accumulate_dtype.itemsize
-        self._buckets = [
-            _make_bucket(replica_groups.of(*members[0]), members, accumulate_dtype)
-            for members in fill_buckets(
-                self._parameters,
-                key=lambda item: (replica_groups.of(*item).name, str(item[1].device)),
-                num_bytes=lambda item: item[1].numel() * item_bytes,
-                limit=bucket_bytes,
-            )
-        ]
+        self._impl: Impl = impl
+        self._overlap, self._syncs = overlap, True
+        self._buckets = _pack(
+            self._parameters,
+            replica_groups,
+            bucket_bytes=bucket_bytes,
+            dtype=accumulate_dtype,
+            # A size that no tensor reaches: nothing is cut, so everything is all-reduced.
+            min_shard_numel=min_shard_numel if collective == "reduce_scatter" else sys.maxsize,
+        )
+        self._name_of = {parameter: name for name, parameter in self._parameters}
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._accumulate)
             for _, parameter in self._parameters
         ]
-        self._reduced = False
+        self._open_window()
 
     def zero(self) -> None:
-        """Clear every bucket and open the next window."""
-        for bucket in self._buckets:
-            bucket.flat.zero_()
-        self._reduced = False
-
-    def reduce(self) -> None:
-        """Sum every bucket over its replica group, in place; ends the window.
+        """Clear every bucket and open the next window.
 
         Raises:
-            RuntimeError: the window is already reduced, the reducer is closed, or a gradient was
-                put in `.grad` by other means than a backward pass.
+            RuntimeError: reductions of this window have begun within backward; `reduce()` ends
+                them on all replicas alike.
         """
+        if self._num_launched and not self._reduced:
+            raise RuntimeError(
+                "`zero()` must wait for `reduce()`: reductions of this window have begun within "
+                "backward, and other replicas wait for them."
+            )
+        for bucket in self._buckets:
+            bucket.zero()
+        self._open_window()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Hold for backward passes after which more gradients of the same parameters come.
+
+        With `overlap` they start no reduction. Without it none starts before `reduce()` anyway, and
+        the context only refuses that call.
+        """
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def gradient_added(self, parameter: nn.Parameter) -> None:
+        """Say that a kernel has added a whole gradient to `parameter.main_grad` by itself.
+
+        Called once a backward pass of the parameter, within it, after the kernel's launch and on
+        its stream. Autograd calls the reducer for a parameter that got no gradient as well (torch
+        2.11 does), so the call is needed only where the kernel has a stream of its own, or where
+        another torch would let the parameter's reduction wait for `reduce()`.
+
+        Args:
+            parameter: a listed parameter that requires a gradient.
+
+        Raises:
+            ValueError: the parameter is not listed.
+            RuntimeError: as for a gradient that autograd brings: the window is reduced, or the
+                parameter has had its last gradient.
+        """
+        if parameter not in self._bucket_of:
+            raise ValueError(
+                "`parameter` must be one of the reducer's trainable parameters, got one of shape "
+                f"{tuple(parameter.shape)} that is not listed."
+            )
+        self._require_open(parameter)
+        self._said.add(parameter)
+        self._note_arrival(parameter)
+
+    def reduce(
+        self,
+        *,
+        num_tokens: torch.Tensor | float | None = None,
+        token_group: ProcessGroup | None = None,
+    ) -> None:
+        """Sum every bucket over its replica group, in place; ends the window.
+
+        Args:
+            num_tokens: tokens that this process's losses of the window were summed over, 0-d on the
+                parameters' device or a number, >= 0; also where this process holds no parameter.
+                Every gradient is then divided by their sum over `token_group` (by 1 if that is 0),
+                after which it is the gradient of the mean over all tokens, whatever share of them
+                each process and microbatch had. None: the losses were scaled before backward.
+            token_group: the processes that hold different tokens, of one pipeline stage: the data
+                group. None: the default group if torch.distributed is initialised, else this
+                process alone.
+
+        Raises:
+            RuntimeError: the window is already reduced, the reducer is closed, `no_sync()` is
+                active, or a gradient was put in `.grad` by other means than a backward pass.
+        """
+        self._require_reducible()
+        for bucket in self._buckets[self._num_launched :]:
+            self._launch(bucket)
+        for bucket in self._buckets:
+            bucket.finish()
+        self._reduced = True
+        if num_tokens is not None:  # also where there is no bucket: the others count on this one
+            lines = [bucket.flat for bucket in self._buckets]
+            total = _sum_tokens(num_tokens, token_group, collective_device(lines, token_group))
+            for bucket in self._buckets:
+                bucket.divide(total)
+
+    def close(self) -> None:
+        """Remove the hooks and every `main_grad`; the parameters are as they were before."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for bucket in self._buckets:
+            bucket.finish()
+        for _, parameter in self._parameters:
+            vars(parameter).pop("main_grad", None)
+            vars(parameter).pop("main_grad_range", None)
+        self._buckets = []
+
+    def _open_window(self) -> None:
+        self._reduced = False
+        self._num_launched = 0
+        self._arrived: set[nn.Parameter] = set()
+        self._said: set[nn.Parameter] = set()  # by a kernel, before autograd's own news
+
+    def _accumulate(self, parameter: nn.Parameter) -> None:
+        """Take one gradient from autograd, or the news that a backward left none."""
+        if parameter.grad is None and parameter in self._said:
+            self._said.remove(parameter)
+            return
+        self._require_open(parameter)
+        if parameter.grad is not None:
+            accumulate(vars(parameter)["main_grad"], parameter.grad, self._impl)
+            parameter.grad = None
+        self._note_arrival(parameter)
+
+    def _note_arrival(self, parameter: nn.Parameter) -> None:
+        """Start what reductions can start now that `parameter` has had a gradient."""
+        bucket = self._bucket_of[parameter]
+        bucket.note_stream()
+        if not (self._overlap and self._syncs):
+            return
+        self._arrived.add(parameter)
+        bucket.num_awaited -= 1
+        while self._num_launched < len(self._buckets):
+            bucket = self._buckets[self._num_launched]
+            if bucket.num_awaited:
+                break
+            self._launch(bucket)
+
+    def _launch(self, bucket: GradientBucket) -> None:
+        """Start the next bucket's reduction; the copies of earlier ones are freed first."""
+        if bucket.scatters:
+            started = [each for each in self._buckets[: self._num_launched] if each.scatters]
+            for earlier in started[: -(_MOST_COPIES - 1)]:
+                earlier.finish()
+        bucket.launch()
+        self._num_launched += 1
+
+    def _require_open(self, parameter: nn.Parameter) -> None:
+        if self._reduced:
+            raise RuntimeError(
+                "A gradient arrived after `reduce()`; call `zero()` before the next backward."
+            )
+        if parameter in self._arrived:
+            raise RuntimeError(
+                f"`{self._name_of[parameter]}` must get one gradient a window outside of "
+                "`no_sync()`, and no later one, but a second arrived: with `overlap` its reduction "
+                "may have begun. Put all backward passes but its last into `no_sync()`."
+            )
+
+    def _require_reducible(self) -> None:
         if not self._hooks and self._parameters:
             raise RuntimeError("`reduce()` was called on a closed `GradientReducer`.")
+        if not self._syncs:
+            raise RuntimeError("`reduce()` must be called outside of `no_sync()`.")
         if self._reduced:
             raise RuntimeError(
                 "`reduce()` must be called once a window; call `zero()` before the next one. A "
@@ -128,35 +302,62 @@ class GradientReducer:
                     f"`.grad` of `{name}` must be empty, as backward leaves it; add a gradient "
                     "made by hand to `.main_grad`."
                 )
-        for bucket in self._buckets:
-            if bucket.group.size > 1:
-                dist.all_reduce(bucket.flat, group=bucket.group.process_group)
-        self._reduced = True
-
-    def close(self) -> None:
-        """Remove the hooks and every `main_grad`; the parameters are as they were before."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        for _, parameter in self._parameters:
-            vars(parameter).pop("main_grad", None)
-        self._buckets = []
-
-    def _accumulate(self, parameter: nn.Parameter) -> None:
-        if self._reduced:
-            raise RuntimeError(
-                "A gradient arrived after `reduce()`; call `zero()` before the next backward."
-            )
-        vars(parameter)["main_grad"].add_(parameter.grad)
-        parameter.grad = None
 
 
-def _make_bucket(
-    group: ReplicaGroup, members: list[tuple[str, nn.Parameter]], dtype: torch.dtype
-) -> _Bucket:
-    """Return a bucket of zeros and give each member its view of it."""
-    sizes = [parameter.numel() for _, parameter in members]
-    flat = torch.zeros(sum(sizes), dtype=dtype, device=members[0][1].device)
-    for (_, parameter), piece in zip(members, flat.split(sizes), strict=True):
-        vars(parameter)["main_grad"] = piece.view_as(parameter)
-    return _Bucket(group, flat)
+def _require_clean(name: str, parameter: nn.Parameter, accumulate_dtype: torch.dtype) -> None:
+    if parameter.grad is not None or "main_grad" in vars(parameter):
+        raise ValueError(
+            f"Parameter `{name}` must hold no gradient yet, got one in `.grad` or "
+            "`.main_grad`; set `.grad = None` and close the reducer it had."
+        )
+    if parameter.dtype.itemsize > accumulate_dtype.itemsize:
+        raise ValueError(
+            f"`accumulate_dtype` must not be narrower than the gradients it adds, got "
+            f"{accumulate_dtype} for `{name}` of {parameter.dtype}."
+        )
+
+
+def _pack(
+    parameters: list[tuple[str, nn.Parameter]],
+    replica_groups: ReplicaGroups,
+    *,
+    bucket_bytes: int,
+    dtype: torch.dtype,
+    min_shard_numel: int,
+) -> list[GradientBucket]:
+    """Return the buckets in the order of their reductions, the last parameters first."""
+    groups = {parameter: replica_groups.of(name, parameter) for name, parameter in parameters}
+    ranges = {
+        parameter: equal_ranges(parameter.numel(), groups[parameter].size, min_shard_numel)
+        for _, parameter in parameters
+    }
+    buckets = fill_buckets(
+        reversed(parameters),
+        key=lambda item: (
+            groups[item[1]].name,
+            str(item[1].device),
+            str(item[1].dtype),
+            "whole" if ranges[item[1]] is None else "cut",
+        ),
+        num_bytes=lambda item: item[1].numel() * dtype.itemsize,
+        limit=bucket_bytes,
+    )
+    packed = []
+    for members in buckets:
+        group = groups[members[0][1]]
+        own = [cut[group.rank] for _, parameter in members if (cut := ranges[parameter])]
+        packed.append(GradientBucket(group, [p for _, p in members], own or None, dtype))
+    return packed
+
+
+def _sum_tokens(
+    num_tokens: torch.Tensor | float, group: ProcessGroup | None, device: torch.device
+) -> torch.Tensor:
+    """Return the number of tokens of all processes, at least 1, a 0-d float64."""
+    if isinstance(num_tokens, torch.Tensor):
+        total = num_tokens.detach().to(device, torch.float64, copy=True).reshape(())
+    else:
+        total = torch.full((), float(num_tokens), dtype=torch.float64, device=device)
+    if is_together():
+        dist.all_reduce(total, group=group)
+    return torch.where(total > 0, total, 1.0)

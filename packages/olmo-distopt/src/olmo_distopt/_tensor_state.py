@@ -1,66 +1,104 @@
-"""The slice of one parameter's optimizer state that this process keeps, and its way back.
+"""The part of one parameter's optimizer state that this process keeps.
 
-A flattened tensor of `numel` elements and its replica group of size `D`: with `numel % D == 0` and
-enough elements, process `r` keeps `[r numel / D, (r + 1) numel / D)`, else every process keeps all.
+The parameter is flattened and each of its replicas owns one range of the line: its FP32 main
+weights and its moments. Or every replica keeps everything, where the tensor is not cut.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ._flat_shard import FlatShard, Location
 from ._groups import ReplicaGroup
+from ._parameters import main_grad, scattered_range
+from ._partition import Range
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an optimizer keeps of a parameter, and where.
+
+    Attributes:
+        ranges: the range of each replica, in rank order, together the whole line. None: not cut.
+        moments: dtype of each moment, by its name in a checkpoint.
+    """
+
+    ranges: Sequence[Range] | None
+    moments: Mapping[str, torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorState:
-    """One parameter and this process's slice of what the optimizer knows about it."""
+    """One parameter and this process's part of what the optimizer knows about it."""
 
     name: str
     parameter: nn.Parameter
     group: ReplicaGroup
-    decays: bool
-    first: int  # of the slice, in the flattened parameter
-    global_first: int  # of the slice, in the flattened global tensor
+    ranges: Sequence[Range] | None
+    decay: float  # factor of the weight decay
+    lr_scale: float  # factor of the learning rate
+    global_first: int  # of the range owned, in the flattened global tensor
     global_numel: int
-    main: torch.Tensor  # (length,) float32; the moments likewise
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    main: torch.Tensor  # (length,) float32
+    moments: dict[str, torch.Tensor]  # (length,) each
 
     @property
-    def sharded(self) -> bool:
-        """Whether other replicas keep the rest of the tensor."""
-        return self.main.numel() < self.parameter.numel()
+    def own(self) -> Range:
+        """The elements of the flattened parameter that this process keeps the state of."""
+        if self.ranges is None:
+            return Range(0, self.main.numel())
+        return self.ranges[self.group.rank]
 
     def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the slice that this process keeps of a tensor of the parameter's shape, a view."""
-        return tensor.detach().view(-1).narrow(0, self.first, self.main.numel())
+        """Return the elements owned of a tensor of the parameter's shape, a flat view."""
+        return tensor.detach().view(-1).narrow(0, *self.own)
+
+    def grad(self) -> torch.Tensor:
+        """Return the elements owned of `main_grad`.
+
+        Raises:
+            ValueError: there is none of the parameter's shape, or its sum over the replicas was
+                scattered in other ranges than those of this state.
+        """
+        grad, held = main_grad(self.name, self.parameter), scattered_range(self.parameter)
+        if held is not None and held != self.own:
+            raise ValueError(
+                f"`main_grad` of `{self.name}` must hold the sum over the replicas in the elements "
+                f"{_words(self.own)} that this process updates, but the reduce-scatter left it in "
+                f"{_words(held)}. Give the reducer and the optimizer the same `min_shard_numel`, "
+                "or use `collective='all_reduce'` (always with `ShardedMuon`)."
+            )
+        return self.slice_of(grad)
 
     def labelled(self) -> dict[str, FlatShard]:
-        """Return the tensors that a checkpoint holds, by key, as slices of the global tensors."""
-        tensors = {"main": self.main, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        """Return the tensors that a checkpoint holds, by key, as ranges of the global tensors."""
         return {
             f"{kind}.{self.name}": FlatShard(
                 tensor, start=self.global_first, global_numel=self.global_numel
             )
-            for kind, tensor in tensors.items()
+            for kind, tensor in {"main": self.main, **self.moments}.items()
         }
+
+
+def _words(held: Range) -> str:
+    return f"[{held.first}, {held.first + held.length})"
 
 
 def new_state(
     name: str,
     parameter: nn.Parameter,
     group: ReplicaGroup,
+    plan: Plan,
     *,
-    decays: bool,
-    min_shard_numel: int,
+    decay: float,
+    lr_scale: float,
     location: Location | None,
 ) -> TensorState:
-    """Cut one parameter: FP32 main weights from its values, moments of zeros."""
+    """Keep what `plan` says: FP32 main weights from the parameter's values, moments of zeros."""
     if not parameter.is_floating_point() or parameter.dtype.itemsize > 4:
         raise ValueError(
             f"Parameter `{name}` must be of a floating dtype of at most 32 bits, the precision of "
@@ -70,34 +108,17 @@ def new_state(
     flat_start, global_numel = 0, numel
     if location is not None:
         flat_start, global_numel = location.flat_range(name, parameter.shape)
-    sharded = group.size > 1 and numel % group.size == 0 and numel >= min_shard_numel
-    length = numel // group.size if sharded else numel
-    first = group.rank * length if sharded else 0
-    piece = parameter.detach().view(-1).narrow(0, first, length)
-    main = piece.to(torch.float32, copy=True)
+    first, length = plan.ranges[group.rank] if plan.ranges is not None else (0, numel)
+    main = parameter.detach().view(-1).narrow(0, first, length).to(torch.float32, copy=True)
     return TensorState(
         name=name,
         parameter=parameter,
         group=group,
-        decays=decays,
-        first=first,
+        ranges=plan.ranges,
+        decay=decay,
+        lr_scale=lr_scale,
         global_first=flat_start + first,
         global_numel=global_numel,
         main=main,
-        exp_avg=torch.zeros_like(main),
-        exp_avg_sq=torch.zeros_like(main),
+        moments={kind: torch.zeros_like(main, dtype=d) for kind, d in plan.moments.items()},
     )
-
-
-def gather_parameters(states: list[TensorState]) -> None:
-    """Rebuild parameters of one group, device and dtype with one all-gather."""
-    group, like = states[0].group, states[0].parameter
-    sent = torch.cat([state.main.to(like.dtype) for state in states])
-    received = torch.empty(group.size, sent.numel(), dtype=like.dtype, device=like.device)
-    # As bytes: a gather needs no arithmetic, and not every backend knows every dtype.
-    dist.all_gather_into_tensor(
-        received.view(-1).view(torch.uint8), sent.view(torch.uint8), group=group.process_group
-    )
-    pieces = received.split([state.main.numel() for state in states], dim=1)
-    for state, piece in zip(states, pieces, strict=True):
-        state.parameter.view(group.size, -1).copy_(piece)

@@ -1,0 +1,110 @@
+"""The AdamW step with a BF16 copy out, and adding a BF16 gradient to FP32, beside a plain copy."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from cells import Cell, Settings
+from olmo_distopt import GradientReducer, ReplicaGroups, ShardedAdamW
+from timing import interleave
+from torch import nn
+
+LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
+# Main weight, gradient and two moments read; main weight and moments written; the copy out.
+ADAMW_BYTES, ACCUMULATE_BYTES = 30, 10
+ALONE = ReplicaGroups({"alone": None}, lambda *_: "alone")
+
+
+def measure(settings: Settings) -> Iterator[Cell]:
+    """The update of one large tensor, then the accumulation."""
+    numel = 10_000 if settings.dry else 2_000_000_000
+    _Updates(5000, settings).require_agreement()
+    updates = _Updates(numel, settings)
+    yield Cell(
+        topic="update",
+        what=f"AdamW step of {numel:.1e} FP32 parameters and their BF16 copy",
+        samples=interleave(updates.calls, settings.rounds),
+        num_bytes=ADAMW_BYTES * numel,
+    )
+    del updates
+    yield _accumulate(numel, settings)
+
+
+class _Updates:
+    """Contenders over the same tensors, so that they fit beside each other."""
+
+    def __init__(self, numel: int, settings: Settings) -> None:
+        impls = ("reference", "triton") if settings.device == "cuda" else ("reference",)
+        self.weight = nn.Parameter(torch.ones(numel, device=settings.device).bfloat16())
+        vars(self.weight)["main_grad"] = torch.full((numel,), 1e-3, device=settings.device)
+        self._ours = [
+            ShardedAdamW([("w", self.weight)], ALONE, lr=LR, decay=lambda *_: True, impl=impl)
+            for impl in impls
+        ]
+        first = self._ours[0]._states[0]
+        for other in (optimizer._states[0] for optimizer in self._ours[1:]):
+            other.main.set_(first.main)
+            for key, moment in other.moments.items():
+                moment.set_(first.moments[key])
+        self._main = nn.Parameter(first.main)
+        self._main.grad = vars(self.weight)["main_grad"]
+        self._fused = torch.optim.AdamW(
+            [self._main], lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True
+        )
+        self._num_steps = torch.zeros((), device=settings.device)
+        self._fused.state[self._main] = {"step": self._num_steps, **first.moments}
+        self.calls: dict[str, Callable[[], object]] = {
+            f"ours, {impl}": optimizer.step
+            for impl, optimizer in zip(impls, self._ours, strict=True)
+        }
+        self.calls["torch fused, then a copy"] = self._step_fused
+
+    def _step_fused(self) -> None:
+        self._fused.step()
+        self.weight.detach().copy_(self._main.detach())
+
+    def require_agreement(self) -> None:
+        """Three steps of each from the same start: a fast wrong step is no step."""
+        results = {}
+        for name, call in self.calls.items():
+            self.weight.detach().fill_(1.0)
+            self._num_steps.zero_()
+            for optimizer in self._ours:
+                optimizer.adopt_parameters()
+            for _ in range(3):
+                call()
+            results[name] = self._main.detach().clone()
+        want = results.popitem()[1]
+        for name, main in results.items():
+            difference = float((main - want).abs().max())
+            if not difference < 1e-6 or torch.equal(main, torch.ones_like(main)):
+                raise RuntimeError(f"{name} is {difference} from torch after three steps")
+
+
+def _accumulate(numel: int, settings: Settings) -> Cell:
+    impls = ("reference", "triton") if settings.device == "cuda" else ("reference",)
+    weight = nn.Parameter(torch.ones(numel, device=settings.device).bfloat16())
+    grad = torch.full_like(weight, 2.0**-9)
+    line = torch.empty(numel, device=settings.device)
+    source = torch.empty_like(line)
+    calls: dict[str, Callable[[], object]] = {"torch copy of FP32": lambda: line.copy_(source)}
+    for impl in impls:
+        reducer = GradientReducer([("w", weight)], ALONE, impl=impl)
+
+        def add(reducer: GradientReducer = reducer) -> None:
+            vars(weight)["main_grad"] = line
+            weight.grad = grad
+            reducer._accumulate(weight)
+
+        line.zero_()
+        add()
+        add()
+        if not bool((line == 2.0**-8).all()):
+            raise RuntimeError(f"{impl} adds something else")
+        calls[f"ours, {impl}"] = add
+        reducer.close()
+    return Cell(
+        topic="update",
+        what=f"add a BF16 gradient of {numel:.1e} elements to an FP32 line (copy: 8 bytes, not 10)",
+        samples=interleave(calls, settings.rounds),
+        num_bytes=ACCUMULATE_BYTES * numel,
+    )

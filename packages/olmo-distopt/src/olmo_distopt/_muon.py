@@ -1,0 +1,245 @@
+"""Muon on whole matrices, each owned by one process of its replica group; AdamW for the rest.
+
+An orthogonalisation needs the whole matrix, so a matrix is never cut: one replica owns it, keeps
+its FP32 main weights and its momentum, updates it and sends it to the others. A stack of expert
+matrices is a batch whose matrices are shared out in contiguous runs; single matrices go, largest
+first, to the replica with the least work so far, by multiplications. What `matrices` does not
+choose is AdamW's, cut as `ShardedAdamW` cuts it.
+
+    B <- lerp(B, G, 1 - mu)      U = lerp(G, B, mu)      w <- (1 - lr wd) w - lr s O(U)
+
+Bytes a parameter of a matrix: weight 2 + main_grad 4 (BF16 weights), plus 8 / D on average, or
+6 / D with BF16 momentum: `6 + 8/D`, experts `6/M + 8/D_all`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from ._adamw_update import AdamWRule, update_adamw, write
+from ._buckets import BUCKET_BYTES
+from ._flat_shard import Location
+from ._groups import ReplicaGroups
+from ._impl import Impl, runs_kernel
+from ._newton_schulz import orthogonalize, scale_to_unit
+from ._parameter_kinds import is_hidden_matrix
+from ._partition import MIN_SHARD_NUMEL, Range, equal_ranges
+from ._sharded_optimizer import Member, Rebuilt, ShardedOptimizer, require_range
+from ._tensor_state import Plan, TensorState
+
+Scale = Literal["shape", "adamw_rms"]
+MOMENTUM = "momentum"
+
+
+class ShardedMuon(ShardedOptimizer):
+    """Muon over `main_grad` for matrices and stacks of them, AdamW for everything else.
+
+    Args:
+        named_parameters: `(global name, parameter)`, in the same order on all replicas. Frozen
+            parameters are left out. A chosen parameter is (rows, columns), or (n, rows, columns)
+            for a stack of n matrices that are orthogonalised one by one.
+        replica_groups: who holds replicas of which parameter.
+        lr: learning rate, >= 0; the attribute `lr` may be set between steps. Not saved. It is
+            AdamW's too, times `lr_scale`: with `scale="adamw_rms"` one rate suits both.
+        matrices: `(name, parameter) -> bool`, which parameters are Muon's. None:
+            `is_hidden_matrix`.
+        momentum: in [0, 1).
+        nesterov: whether the gradient is mixed in once more.
+        num_iterations: Newton-Schulz iterations, >= 1.
+        scale: of a matrix's update: "shape", `sqrt(max(1, rows / columns))`; or "adamw_rms",
+            `0.2 sqrt(max(rows, columns))`, which makes its root mean square that of AdamW's.
+        product_dtype: of the Newton-Schulz products: bfloat16, or float32 for a check.
+        betas: of AdamW.
+        eps: of AdamW.
+        weight_decay: as in `ShardedAdamW`, for both.
+        decay: as in `ShardedAdamW`, for both.
+        lr_scale: as in `ShardedAdamW`, for both.
+        moment_dtype: of the momentum and of AdamW's moments, float32 or bfloat16.
+        min_shard_numel: as in `ShardedAdamW`, for what is AdamW's.
+        bucket_bytes: as in `ShardedAdamW`.
+        locations: as in `ShardedAdamW`.
+        after_rebuild: as in `ShardedAdamW`.
+        impl: as in `ShardedAdamW`, for what is AdamW's.
+
+    Raises:
+        ValueError: as `ShardedAdamW`; a chosen parameter has not two or three dimensions;
+            `momentum`, `num_iterations`, `scale` or `product_dtype` is none of those above.
+        RuntimeError: "triton" without triton.
+
+    Note:
+        The reducer must use `collective="all_reduce"`: an owner needs the whole sum. In one process
+        and float32 it gives what `torch.optim.Muon` gives, up to the rounding of the products.
+        A step reads nothing from the device. It holds, in `product_dtype`, two copies of all
+        matrices owned here and four of those of one shape.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        replica_groups: ReplicaGroups,
+        *,
+        lr: float,
+        matrices: Callable[[str, nn.Parameter], bool] | None = None,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        num_iterations: int = 5,
+        scale: Scale = "adamw_rms",
+        product_dtype: torch.dtype = torch.bfloat16,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        decay: Callable[[str, nn.Parameter], float] | None = None,
+        lr_scale: Callable[[str, nn.Parameter], float] | None = None,
+        moment_dtype: torch.dtype = torch.float32,
+        min_shard_numel: int = MIN_SHARD_NUMEL,
+        bucket_bytes: int = BUCKET_BYTES,
+        locations: Mapping[str, Location] | None = None,
+        after_rebuild: Rebuilt | None = None,
+        impl: Impl = "auto",
+    ) -> None:
+        require_range("momentum", momentum, 0.0, 1.0)
+        if num_iterations < 1:
+            raise ValueError(f"`num_iterations` must be >= 1, got {num_iterations}.")
+        if scale not in get_args(Scale):
+            raise ValueError(f"`scale` must be one of {get_args(Scale)}, got {scale!r}.")
+        if product_dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"`product_dtype` must be bfloat16 or float32, got {product_dtype}.")
+        self._rule = AdamWRule(betas=betas, eps=eps, moment_dtype=moment_dtype, impl=impl)
+        self._momentum, self._nesterov, self._scale = momentum, nesterov, scale
+        self._num_iterations, self._product_dtype = num_iterations, product_dtype
+        chosen = matrices or is_hidden_matrix
+
+        def plan(members: list[Member]) -> list[Plan]:
+            for _, parameter, _ in members:
+                runs_kernel(impl, parameter.device)
+            owned = [member for member in members if chosen(member[0], member[1])]
+            ranges = _share_out(owned)
+            return [
+                Plan(ranges[name], {MOMENTUM: moment_dtype})
+                if name in ranges
+                else Plan(
+                    equal_ranges(parameter.numel(), group.size, min_shard_numel),
+                    self._rule.moments(),
+                )
+                for name, parameter, group in members
+            ]
+
+        super().__init__(
+            named_parameters,
+            replica_groups,
+            plan,
+            lr=lr,
+            weight_decay=weight_decay,
+            decay=decay,
+            lr_scale=lr_scale,
+            locations=locations,
+            bucket_bytes=bucket_bytes,
+            after_rebuild=after_rebuild,
+        )
+
+    def _update(
+        self,
+        grads: list[torch.Tensor],
+        lr: float,
+        grad_scale: torch.Tensor | None,
+        skip: torch.Tensor | None,
+    ) -> None:
+        corrections = self._rule.corrections(self._num_steps)
+        owned: list[TensorState] = []
+        updates: list[torch.Tensor] = []
+        for state, grad in zip(self._states, grads, strict=True):
+            if MOMENTUM not in state.moments:
+                update_adamw(
+                    *(state, grad, self._rule, corrections),
+                    lr=lr * state.lr_scale,
+                    decay=self._weight_decay * state.decay,
+                    grad_scale=grad_scale,
+                    skip=skip,
+                )
+            elif state.main.numel():
+                owned.append(state)
+                updates.append(self._averaged(state, grad, grad_scale, skip))
+        directions = orthogonalize(updates, num_iterations=self._num_iterations)
+        for state, direction in zip(owned, directions, strict=True):
+            self._apply(state, direction, lr * state.lr_scale, skip)
+
+    def _averaged(
+        self,
+        state: TensorState,
+        grad: torch.Tensor,
+        grad_scale: torch.Tensor | None,
+        skip: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Update the momentum; return (n, rows, columns) to orthogonalise, in `product_dtype`."""
+        grad = grad.float()
+        if grad_scale is not None:
+            grad = grad * grad_scale.to(grad.device, torch.float32)
+        buffer = state.moments[MOMENTUM]
+        skip = None if skip is None else skip.to(buffer.device)
+        new = buffer.to(torch.float32, copy=skip is not None)
+        new.lerp_(grad, 1 - self._momentum)
+        update = grad.lerp(new, self._momentum) if self._nesterov else new
+        write((buffer,), (new,), skip)
+        matrices = update.view(-1, *state.parameter.shape[-2:])
+        return scale_to_unit(matrices, self._product_dtype)
+
+    def _apply(
+        self, state: TensorState, direction: torch.Tensor, lr: float, skip: torch.Tensor | None
+    ) -> None:
+        rows, columns = state.parameter.shape[-2:]
+        factor = (
+            math.sqrt(max(1.0, rows / columns))
+            if self._scale == "shape"
+            else 0.2 * math.sqrt(max(rows, columns))
+        )
+        skip = None if skip is None else skip.to(state.main.device)
+        new = state.main.clone() if skip is not None else state.main
+        new.mul_(1 - lr * self._weight_decay * state.decay)
+        new.view_as(direction).add_(direction, alpha=-lr * factor)
+        write((state.main,), (new,), skip)
+        state.slice_of(state.parameter).copy_(state.main)
+
+
+def _share_out(members: list[Member]) -> dict[str, list[Range] | None]:
+    """Return the ranges of every matrix or stack by name: who owns what; None in a group of one."""
+    ranges: dict[str, list[Range] | None] = {}
+    work: dict[str, list[int]] = {}
+    for name, parameter, _ in members:
+        if parameter.ndim not in (2, 3):
+            raise ValueError(
+                f"Parameter `{name}` must be a matrix or a stack of matrices for Muon, got shape "
+                f"{tuple(parameter.shape)}; let `matrices` leave it to AdamW."
+            )
+    # Stacks first: their runs are given, and single matrices even out what they leave.
+    for name, parameter, group in sorted(
+        members, key=lambda m: (m[1].ndim == 2, -_multiplications(m[1]), m[0])
+    ):
+        size, numel = group.size, parameter.numel()
+        if size == 1 or numel == 0:
+            ranges[name] = None
+            continue
+        loads = work.setdefault(group.name, [0] * size)
+        num_matrices = parameter.shape[0] if parameter.ndim == 3 else 1
+        if num_matrices > 1:
+            ends = [rank * num_matrices // size for rank in range(size + 1)]
+        else:
+            owner = loads.index(min(loads))
+            ends = [int(rank > owner) for rank in range(size + 1)]
+        each = numel // num_matrices
+        ranges[name] = [
+            Range(ends[rank] * each, (ends[rank + 1] - ends[rank]) * each) for rank in range(size)
+        ]
+        for rank in range(size):
+            loads[rank] += (ends[rank + 1] - ends[rank]) * _multiplications(parameter)
+    return ranges
+
+
+def _multiplications(parameter: nn.Parameter) -> int:
+    """Return those of one matrix's smaller product."""
+    rows, columns = parameter.shape[-2:]
+    return rows * columns * min(rows, columns)

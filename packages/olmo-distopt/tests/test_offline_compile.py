@@ -1,0 +1,106 @@
+"""Every kernel as it is launched on CUDA, compiled here for GPUs that need not be here.
+
+The launchers run on CPU tensors and each launch only compiles. What comes out must spill no
+register.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("Triton interprets in this process", allow_module_level=True)
+
+NUMEL = 4096
+
+
+class _Device:
+    """What compilation asks of the active driver; an architecture is a device with its number."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return triton.backends.compiler.GPUTarget("cuda", self.capability, 32)
+
+
+@contextmanager
+def compiling_for(capability: int) -> Iterator[list[Any]]:
+    """Within, a launch on CPU tensors compiles and nothing more; yields what was compiled."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, **options: Any) -> Any:
+        compiled.append(run(self, *args, **options | {"warmup": True}))
+        return compiled[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "_active", _Device(capability))
+        patch.setattr(JITFunction, "run", compile_only)
+        yield compiled
+
+
+def assert_fits(kernel: Any) -> None:
+    """No register is spilled: the stack is where it would go."""
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [cuobjdump, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = dict(re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text))
+    assert {"REG", "STACK", "LOCAL"} <= set(found), text
+    assert found["STACK"] == found["LOCAL"] == "0", f"{kernel.metadata.name} spills: {found}"
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16])
+def test_adamw_spills_nothing_and_moves_16_bytes_at_a_time(capability, guarded, moment_dtype):
+    from olmo_distopt._triton.adamw import adamw
+
+    line, number = torch.zeros(NUMEL), torch.zeros(())
+    moments = (torch.zeros(NUMEL, dtype=moment_dtype), torch.zeros(NUMEL, dtype=moment_dtype))
+    with compiling_for(capability) as compiled:
+        adamw(
+            *(line, line, *moments, torch.zeros(NUMEL, dtype=torch.bfloat16)),
+            *(number, number, number if guarded else None),
+            torch.tensor(False) if guarded else None,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            keep=0.9,
+        )
+    (kernel,) = compiled
+    assert_fits(kernel)
+    for width in ("ld.global.v4.b32", "st.global.v4.b32"):
+        assert width in kernel.asm["ptx"], f"no {width}"
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_accumulate_spills_nothing_and_moves_16_bytes_at_a_time(capability, dtype):
+    from olmo_distopt._triton.accumulate import accumulate
+
+    with compiling_for(capability) as compiled:
+        accumulate(torch.zeros(NUMEL), torch.zeros(NUMEL, dtype=dtype))
+    (kernel,) = compiled
+    assert_fits(kernel)
+    for width in ("ld.global.v4.b32", "st.global.v4.b32"):
+        assert width in kernel.asm["ptx"], f"no {width}"
