@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from olmo_ep_comm import Dispatched, Dispatcher, LocalDispatcher
 from olmo_ep_comm._autograd import dispatch_rows
 from olmo_ep_comm._local import _Loopback
+from olmo_ep_comm._routed_exchange import RoutedExchange
 from olmo_ep_comm.reference import sort_routes
 from torch import Tensor
 
@@ -132,7 +133,9 @@ def test_identity_experts_return_the_token():
 def dispatch_with_tail(x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
     """Dispatch as on a GPU: T*K rows, whatever the routes."""
     routes = sort_routes(expert_ids_TK, NUM_EXPERTS)
-    return dispatch_rows(x_TD, weights_TK, routes, _Loopback(), routes.offsets_E)
+    exchange = RoutedExchange(routes, _Loopback())
+    rows_RD, row_weights_R, handle = dispatch_rows(x_TD, weights_TK, exchange)
+    return Dispatched(rows_RD, row_weights_R, routes.offsets_E, torch.tensor(0), handle)
 
 
 @example(expert_ids_TK=torch.tensor([[-1, -1]]), poison=float("nan"))

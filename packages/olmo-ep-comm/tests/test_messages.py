@@ -70,12 +70,17 @@ def test_combine_refuses_what_is_no_handle():
         (
             {"backend": "a2a"},
             ValueError,
-            '`backend` must be one of "local", "all_to_all", got \'a2a\'',
+            '`backend` must be one of "local", "all_to_all", "rowwise", "deepep", got \'a2a\'',
         ),
         (
             {"backend": "local", "depth": 2, "align": 8},
             TypeError,
-            "no options, got `align`, `depth`",
+            'The backend "local" has the options `codec`, `backward_codec`, got `align`, `depth`',
+        ),
+        (
+            {"backend": "deepep", "width": 256},
+            TypeError,
+            'The backend "deepep" needs the options `max_tokens`, `top_k`; give them',
         ),
         ({"backend": "local", "group": object()}, ValueError, "`group` must be None"),
         (

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._autograd import combine_rows, dispatch_rows
+from ._autograd import combine_rows, dispatch_rows, need_gradient
 from ._checks import (
     PAYLOAD_DTYPES,
     WEIGHT_DTYPES,
@@ -30,7 +30,10 @@ from ._checks import (
     has_unknown_ids,
     unknown_ids_error,
 )
+from ._codec import PackedRows, PairCodec, pack_rows
+from ._group import resolve_group, share_of_experts
 from ._interface import Dispatched
+from ._routed_exchange import RoutedExchange
 from ._uncompiled import uncompiled
 from .reference import Routes, sort_routes
 
@@ -78,30 +81,35 @@ class AllToAllDispatcher:
     of every rank must.
     """
 
-    def __init__(self, *, num_experts: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        group: dist.ProcessGroup | None = None,
+        codec: PairCodec | None = None,
+        backward_codec: PairCodec | None = None,
+    ) -> None:
         """Make a dispatcher for this rank's share of the experts.
 
         Args:
             num_experts: Experts of the whole group, a multiple of its size; the same on every rank.
             group: The ranks that share the experts, any ranks of the world in any number of groups.
                 None is the default group.
+            codec: Send the tokens as pairs; the same on every rank.
+            backward_codec: Send the gradients of the results as pairs. Results, and the gradients
+                of tokens, always travel as they are, since they are summed.
 
         Raises:
             ValueError: If the experts do not divide over the group, or this process is not in it.
             RuntimeError: If `group` is None and there is no default group.
         """
         check_num_experts(num_experts)
-        self._group = _resolve(group)
-        rank, self._num_ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
-        if num_experts % self._num_ranks:
-            raise ValueError(
-                f"`num_experts` must be a multiple of the size of `group`, {self._num_ranks}, "
-                f"got {num_experts}."
-            )
-        share = num_experts // self._num_ranks
+        self._group = resolve_group(group, type(self).__name__)
+        self._num_ranks = dist.get_world_size(self._group)
+        self._codec, self._backward_codec = codec, backward_codec
         self._is_agreed = False
         self.num_experts = num_experts
-        self.local_experts = range(rank * share, (rank + 1) * share)
+        self.local_experts = share_of_experts(num_experts, self._group)
 
     @uncompiled(reason="the host reads row counts, and every rank must do every exchange")
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
@@ -117,13 +125,14 @@ class AllToAllDispatcher:
         """
         if not self._is_agreed:
             self._check_agreement(x_TD.device)
-        fault, routes = None, None
+        fault, routes, packed = None, None, None
         try:
             check_inputs(x_TD, expert_ids_TK, weights_TK)
+            packed = None if self._codec is None else pack_rows(self._codec, x_TD)
             routes = sort_routes(expert_ids_TK, self.num_experts)
         except (TypeError, ValueError) as error:
             fault = error
-        notice = self._write_notice(x_TD, expert_ids_TK, weights_TK, routes)
+        notice = self._write_notice(x_TD, expert_ids_TK, weights_TK, routes, packed)
         notices = torch.empty_like(notice)
         dist.all_to_all_single(notices, notice, group=self._group)
         sent, received = torch.stack([notice, notices]).tolist()
@@ -137,10 +146,15 @@ class AllToAllDispatcher:
             [sum(row[:share]) for row in received],
             notices[:, :share],
         )
-        if torch.is_grad_enabled() and not (x_TD.requires_grad or weights_TK.requires_grad):
-            x_TD = x_TD.detach().requires_grad_()  # so that this rank's backward takes part
+        x_TD = need_gradient(x_TD, weights_TK)
+        exchange = RoutedExchange(
+            routes.keep_rows(sum(wire.sent)), wire, self._codec, self._backward_codec, packed
+        )
+        rows_RD, row_weights_R, handle = dispatch_rows(x_TD, weights_TK, exchange)
         offsets_E = notices[:, :share].sum(0).cumsum(0).int()
-        return dispatch_rows(x_TD, weights_TK, routes.keep_rows(sum(wire.sent)), wire, offsets_E)
+        num_dropped = torch.zeros((), dtype=torch.int64, device=x_TD.device)
+        pair = None if exchange.packed is None else exchange.packed.pair()
+        return Dispatched(rows_RD, row_weights_R, offsets_E, num_dropped, handle, pair)
 
     @uncompiled(reason="every rank must do every exchange")
     def combine(self, y_RD: Tensor, handle: object) -> Tensor:
@@ -170,11 +184,16 @@ class AllToAllDispatcher:
         self._is_agreed = True
 
     def _write_notice(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, routes: Routes | None
+        self,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        routes: Routes | None,
+        packed: PackedRows | None,
     ) -> Tensor:
-        """Return (ranks, L + 4), for each rank: row counts, fault, width, two dtypes."""
+        """Return (ranks, L + 5), for each rank: row counts, fault, width, two dtypes, bytes."""
         share = len(self.local_experts)
-        notice = torch.zeros(self._num_ranks, share + 4, dtype=torch.int64, device=x_TD.device)
+        notice = torch.zeros(self._num_ranks, share + 5, dtype=torch.int64, device=x_TD.device)
         if routes is None:
             notice[:, share] = 1
             return notice
@@ -184,6 +203,7 @@ class AllToAllDispatcher:
         notice[:, share + 1] = x_TD.shape[1]
         notice[:, share + 2] = PAYLOAD_DTYPES.index(x_TD.dtype)
         notice[:, share + 3] = WEIGHT_DTYPES.index(weights_TK.dtype)
+        notice[:, share + 4] = 0 if packed is None else packed.bytes_NB.shape[1]
         return notice
 
     def _raise_faults(self, fault: Exception | None, received: list[list[int]]) -> None:
@@ -208,24 +228,6 @@ class AllToAllDispatcher:
             )
 
 
-def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return `group` or the default group, of which this process is a member."""
-    if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(
-                "`AllToAllDispatcher` needs a process group and there is no default group; call "
-                "`torch.distributed.init_process_group` first (run under torchrun), pass `group`, "
-                "or use `LocalDispatcher` in a single process."
-            )
-        return dist.group.WORLD  # pyright: ignore[reportReturnType] - set once initialised
-    if dist.get_rank(group) < 0:
-        raise ValueError(
-            "`group` must contain this process, got a group without it; make the dispatcher only "
-            "on the group's ranks."
-        )
-    return group
-
-
 def _connect(
     group: dist.ProcessGroup, sent: list[int], received: list[int], counts_SL: Tensor
 ) -> _AllToAll:
@@ -237,5 +239,6 @@ def _connect(
     return _AllToAll(group, sent, received, arrival_R, arrival_R.argsort())
 
 
-def _describe_form(width: int, payload: int, weight: int) -> str:
-    return f"width {width}, {PAYLOAD_DTYPES[payload]}, weights {WEIGHT_DTYPES[weight]}"
+def _describe_form(width: int, payload: int, weight: int, num_bytes: int) -> str:
+    encoded = f" in {num_bytes} bytes" if num_bytes else ""
+    return f"width {width}, {PAYLOAD_DTYPES[payload]}{encoded}, weights {WEIGHT_DTYPES[weight]}"

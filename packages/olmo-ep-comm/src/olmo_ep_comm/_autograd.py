@@ -7,7 +7,7 @@ not lead to a leaf, and it decides that rank by rank, so three rules hold here:
 - `dispatch` puts a `link` into the handle, an output of its autograd node, and `combine` takes it
   in. The result of `combine` thus leads to `dispatch` even on a rank whose experts had no rows and
   returned a fresh tensor.
-- A rank whose tokens need no gradient makes them need one (`AllToAllDispatcher.dispatch`).
+- A rank whose tokens need no gradient makes them need one (`need_gradient`).
 
 Activation checkpointing (`use_reentrant=False`) adds exchanges to the backward pass: those of the
 forward, run again when a saved tensor is first asked for. A rank without rows may save nothing
@@ -28,49 +28,73 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._checks import check_results
-from ._interface import Dispatched
-from .reference import Routes, gather_rows, gather_weights, return_weights, sum_rows
 
 
-class Wire(Protocol):
-    """Carries rows between the ranks of tokens and the ranks of experts."""
+class Exchange(Protocol):
+    """The way of one dispatch between the ranks of tokens and the ranks of experts.
 
-    def send(self, values: Tensor) -> Tensor:
-        """Carry values of this rank's routes, in row order, to the experts: (R_here, ...)."""
+    Where there are several ranks each method is collective: all of them call it, in one order.
+
+    Attributes:
+        leases: What holds the memory of the rows that arrive, as long as anything lives of what the
+            autograd node of the dispatch saves. The handle takes them over until `combine`.
+    """
+
+    leases: tuple[Tensor, ...]
+
+    def send_tokens(self, x_TD: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Bring tokens and weights to the experts: rows (R, D) and row weights (R)."""
         ...
 
-    def send_back(self, values: Tensor) -> Tensor:
-        """Undo `send`: carry values of the experts' rows to their tokens' ranks."""
+    def return_gradients(
+        self, grad_rows_RD: Tensor, grad_row_weights_R: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Bring the gradients of both home: (T, D) and (T, K)."""
+        ...
+
+    def sum_results(self, y_RD: Tensor) -> Tensor:
+        """Bring the results home and add up each token's: (T, D)."""
+        ...
+
+    def send_gradients(self, grad_y_TD: Tensor) -> Tensor:
+        """Bring the gradients of the sums to the experts: (R, D)."""
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Handle:
     """The way home of one dispatch.
 
     Attributes:
-        routes: The routes of this rank's tokens.
-        wire: The way between the ranks.
+        exchange: The way between the ranks.
         form: Rows, width and dtype of what `combine` must be given.
         link: 0-d, ties `combine` to its `dispatch` in the autograd graph.
+        leases: Those of the exchange, until `combine`.
     """
 
-    routes: Routes
-    wire: Wire
+    exchange: Exchange
     form: tuple[int, int, torch.dtype]
     link: Tensor
+    leases: tuple[Tensor, ...]
+
+
+def need_gradient(x_TD: Tensor, weights_TK: Tensor) -> Tensor:
+    """Return tokens that need a gradient if neither argument does, so that a backward takes part.
+
+    Under `torch.no_grad()`, where there is none, they are the tokens themselves.
+    """
+    if torch.is_grad_enabled() and not (x_TD.requires_grad or weights_TK.requires_grad):
+        return x_TD.detach().requires_grad_()
+    return x_TD
 
 
 def dispatch_rows(
-    x_TD: Tensor, weights_TK: Tensor, routes: Routes, wire: Wire, offsets_E: Tensor
-) -> Dispatched:
-    """Send tokens and weights along `routes`; `offsets_E` are the ends of the rows that arrive."""
-    rows_RD, row_weights_R, link = _Dispatch.apply(x_TD, weights_TK, routes, wire)
-    form = (*rows_RD.shape, rows_RD.dtype)
-    num_dropped = torch.zeros((), dtype=torch.int64, device=x_TD.device)
-    return Dispatched(
-        rows_RD, row_weights_R, offsets_E, num_dropped, Handle(routes, wire, form, link)
-    )
+    x_TD: Tensor, weights_TK: Tensor, exchange: Exchange
+) -> tuple[Tensor, Tensor, Handle]:
+    """Send tokens and weights: their rows, the weights of the rows, and the way home."""
+    rows_RD, row_weights_R, link = _Dispatch.apply(x_TD, weights_TK, exchange)
+    leases, exchange.leases = exchange.leases, ()
+    return rows_RD, row_weights_R, Handle(exchange, (*rows_RD.shape, rows_RD.dtype), link, leases)
 
 
 def combine_rows(y_RD: Tensor, handle: object) -> Tensor:
@@ -78,17 +102,18 @@ def combine_rows(y_RD: Tensor, handle: object) -> Tensor:
     if not isinstance(handle, Handle):
         raise TypeError(f"`handle` must come from `dispatch`, got {type(handle).__name__}.")
     check_results(y_RD, *handle.form)
-    return _Combine.apply(y_RD, handle.link, handle.routes, handle.wire)
+    y_TD = _Combine.apply(y_RD, handle.link, handle.exchange)
+    handle.leases = ()
+    return y_TD
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, routes: Routes, wire: Wire) -> Any:
-        ctx.routes, ctx.wire = routes, wire
-        rows_RD = wire.send(gather_rows(x_TD, routes))
-        row_weights_R = wire.send(gather_weights(weights_TK, routes))
+    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, exchange: Exchange) -> Any:
+        ctx.exchange = exchange
+        rows_RD, row_weights_R = exchange.send_tokens(x_TD, weights_TK)
         link = x_TD.new_zeros(())
-        ctx.save_for_backward(link)
+        ctx.save_for_backward(link, *exchange.leases)
         return rows_RD, row_weights_R, link
 
     @staticmethod
@@ -97,18 +122,16 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> Any:
         grad_rows_RD, grad_row_weights_R, _ = grads
-        (_link,) = ctx.saved_tensors
-        grad_x_TD = sum_rows(ctx.wire.send_back(grad_rows_RD), ctx.routes)
-        grad_weights_TK = return_weights(ctx.wire.send_back(grad_row_weights_R), ctx.routes)
-        return grad_x_TD, grad_weights_TK, None, None
+        _saved = ctx.saved_tensors  # held until the gradients are on their way
+        return *ctx.exchange.return_gradients(grad_rows_RD, grad_row_weights_R), None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, link: Tensor, routes: Routes, wire: Wire) -> Any:
-        ctx.routes, ctx.wire = routes, wire
+    def forward(ctx: Any, y_RD: Tensor, link: Tensor, exchange: Exchange) -> Any:
+        ctx.exchange = exchange
         ctx.save_for_backward(link)
-        return sum_rows(wire.send_back(y_RD), routes)
+        return exchange.sum_results(y_RD)
 
     @staticmethod
     @once_differentiable
@@ -117,5 +140,4 @@ class _Combine(torch.autograd.Function):
     ) -> Any:
         (grad_y_TD,) = grads
         (_link,) = ctx.saved_tensors
-        grad_y_RD = ctx.wire.send(gather_rows(grad_y_TD, ctx.routes))
-        return grad_y_RD, grad_y_TD.new_zeros(()), None, None
+        return ctx.exchange.send_gradients(grad_y_TD), grad_y_TD.new_zeros(()), None

@@ -10,10 +10,27 @@ WEIGHT_DTYPES = (torch.float32, torch.float64)
 ID_DTYPES = (torch.int64, torch.int32)
 
 
+def check_positive(name: str, value: int) -> None:
+    """Raise unless the number called `name` is at least 1."""
+    if value < 1:
+        raise ValueError(f"`{name}` must be at least 1, got {value}.")
+
+
 def check_num_experts(num_experts: int) -> None:
     """Raise unless there is an expert."""
-    if num_experts < 1:
-        raise ValueError(f"`num_experts` must be at least 1, got {num_experts}.")
+    check_positive("num_experts", num_experts)
+
+
+def check_fits(
+    x_TD: Tensor, expert_ids_TK: Tensor, max_tokens: int, width: int, top_k: int
+) -> None:
+    """Raise unless the inputs fit into buffers of this size."""
+    if x_TD.shape[1] != width or expert_ids_TK.shape[1] != top_k or len(x_TD) > max_tokens:
+        raise ValueError(
+            f"`dispatch` must get at most `max_tokens`={max_tokens} tokens of `width`={width} "
+            f"with `top_k`={top_k} slots, got x {tuple(x_TD.shape)} and ids "
+            f"{tuple(expert_ids_TK.shape)}; make the dispatcher with these numbers."
+        )
 
 
 def check_inputs(x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> None:

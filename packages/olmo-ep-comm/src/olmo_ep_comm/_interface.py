@@ -26,6 +26,8 @@ class Dispatched:
         num_dropped: 0-d int64, routes of this rank's tokens that found no room.
         handle: What `combine` needs to send the rows home. It holds its own state: any number of
             dispatches may be alive at once.
+        encoded: With a codec, the data (R, D) and scales (R, S) of which `rows_RD` is the decoded
+            form, bitwise as they were encoded on the ranks of the tokens; else None.
     """
 
     rows_RD: Tensor
@@ -33,6 +35,7 @@ class Dispatched:
     offsets_E: Tensor
     num_dropped: Tensor
     handle: object
+    encoded: tuple[Tensor, Tensor] | None = None
 
 
 @runtime_checkable

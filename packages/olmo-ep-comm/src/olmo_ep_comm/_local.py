@@ -5,7 +5,9 @@ from torch import Tensor
 
 from ._autograd import combine_rows, dispatch_rows
 from ._checks import check_inputs, check_num_experts, has_unknown_ids, unknown_ids_error
+from ._codec import PairCodec, pack_rows
 from ._interface import Dispatched
+from ._routed_exchange import RoutedExchange
 from .reference import sort_routes
 
 
@@ -26,16 +28,25 @@ class LocalDispatcher:
     nothing: R is T*K whatever the routes, and rows past `offsets_E[-1]` are undefined.
     """
 
-    def __init__(self, *, num_experts: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        codec: PairCodec | None = None,
+        backward_codec: PairCodec | None = None,
+    ) -> None:
         """Make a dispatcher that holds every expert.
 
         Args:
             num_experts: Number of experts, at least 1.
+            codec: Encode and decode the tokens, as a backend that sends them would.
+            backward_codec: The same for the gradients of the results.
 
         Raises:
             ValueError: If there is no expert.
         """
         check_num_experts(num_experts)
+        self._codec, self._backward_codec = codec, backward_codec
         self.num_experts = num_experts
         self.local_experts = range(num_experts)
 
@@ -57,7 +68,12 @@ class LocalDispatcher:
             raise unknown_ids_error(self.num_experts)
         else:
             routes = routes.keep_rows(int(routes.offsets_E[-1]))
-        return dispatch_rows(x_TD, weights_TK, routes, _Loopback(), routes.offsets_E)
+        packed = None if self._codec is None else pack_rows(self._codec, x_TD)
+        exchange = RoutedExchange(routes, _Loopback(), self._codec, self._backward_codec, packed)
+        rows_RD, row_weights_R, handle = dispatch_rows(x_TD, weights_TK, exchange)
+        num_dropped = torch.zeros((), dtype=torch.int64, device=x_TD.device)
+        pair = None if exchange.packed is None else exchange.packed.pair()
+        return Dispatched(rows_RD, row_weights_R, routes.offsets_E, num_dropped, handle, pair)
 
     def combine(self, y_RD: Tensor, handle: object) -> Tensor:
         """Add up each token's rows: see `Dispatcher.combine`.

@@ -1,0 +1,215 @@
+"""What is measured: layers, the link by number of programs, metadata, and a product beside."""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import timing
+import torch
+import torch.distributed as dist
+from olmo_ep_comm import AllToAllDispatcher, Dispatcher, PairCodec, RowwiseDispatcher
+from olmo_ep_comm._rowwise import impl
+from torch import Tensor
+
+PROGRAMS = (16, 32, 64, 132, 264, 528)
+BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Tokens of a rank, width, experts and slots."""
+
+    T: int
+    D: int
+    E: int
+    K: int
+
+    def __str__(self) -> str:
+        return f"T {self.T}, D {self.D}, E {self.E}, K {self.K}"
+
+
+SHAPES = (Shape(16384, 4096, 64, 4), Shape(16384, 4096, 64, 8))
+TINY = (Shape(64, 256, 8, 2), Shape(64, 256, 8, 4))
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One comparison: milliseconds of each contender, and the bytes that one call sends away.
+
+    `wire` are bytes of rows that leave this rank, `logical` those of all rows that its experts get.
+    """
+
+    what: str
+    samples: dict[str, list[float]]
+    wire: dict[str, int]
+    logical: int
+
+
+def make_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Return tokens, ids and weights, every expert as likely as every other."""
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    scores_TE = torch.rand(shape.T, shape.E, generator=generator, device=device)
+    weights_TK, ids = scores_TE.topk(shape.K)
+    x_TD = torch.randn(shape.T, shape.D, generator=generator, device=device).to(dtype)
+    return [x_TD, ids, weights_TK]
+
+
+def make_rowwise(
+    shape: Shape, dtype: torch.dtype, codec: PairCodec | None = None
+) -> RowwiseDispatcher:
+    """Return a dropless dispatcher for one live forward."""
+    return RowwiseDispatcher(
+        num_experts=shape.E,
+        max_tokens=shape.T,
+        width=shape.D,
+        top_k=shape.K,
+        dtype=dtype,
+        codec=codec,
+    )
+
+
+def forward(dispatcher: Dispatcher, inputs: list[Tensor]) -> Tensor:
+    """Dispatch and combine, the experts doing nothing."""
+    x_TD, ids, weights_TK = inputs
+    sent = dispatcher.dispatch(x_TD, ids, weights_TK)
+    return dispatcher.combine(sent.rows_RD, sent.handle)
+
+
+def both(dispatcher: Dispatcher, inputs: list[Tensor]) -> None:
+    """Run forward and backward, the gradient of the result being the result."""
+    x_TD, ids, weights_TK = inputs
+    x_TD = x_TD.detach().requires_grad_()
+    y_TD = forward(dispatcher, [x_TD, ids, weights_TK])
+    y_TD.backward(y_TD.detach())
+
+
+def rows_away(ids: Tensor, shape: Shape) -> tuple[int, int]:
+    """Return the rows that leave this rank: one a route, and one a destination rank."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    owner_TK = ids // (shape.E // ranks)
+    away = int((owner_TK != rank).sum())
+    once = sum(int((owner_TK == other).any(1).sum()) for other in range(ranks) if other != rank)
+    return away, once
+
+
+def layers(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
+    """Compare whole exchanges with all-to-all, after their results agree."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    inputs = make_inputs(shape, device, dtype)
+    ours, peer = make_rowwise(shape, dtype), AllToAllDispatcher(num_experts=shape.E)
+    with torch.no_grad():
+        mine, theirs = forward(ours, inputs), forward(peer, inputs)
+    torch.testing.assert_close(mine, theirs, rtol=4e-2, atol=4e-2)
+    away, once = rows_away(inputs[1], shape)
+    row = shape.D * dtype.itemsize
+    logical = shape.T * shape.K * row
+    named = {"rowwise": ours, "all_to_all": peer}
+
+    def times(call: Callable[[Dispatcher, list[Tensor]], object]) -> dict[str, list[float]]:
+        calls = {name: functools.partial(call, one, inputs) for name, one in named.items()}
+        return timing.interleave(calls, repeats, device)
+
+    for what, call, count in (
+        ("forward", torch.no_grad()(forward), 2),
+        ("forward + backward", both, 4),
+    ):
+        wire = {"rowwise": count * once * row, "all_to_all": count * away * row}
+        yield Cell(f"{shape}: {what}", times(call), wire, count * logical)
+
+
+def pairs(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
+    """Compare the dispatch of bytes that stand for MXFP8 with that of bfloat16; no quantising."""
+    dtype = torch.bfloat16
+    inputs = make_inputs(shape, device, dtype)
+    data = inputs[0].to(torch.float8_e4m3fn)
+    scales = torch.zeros(shape.T, shape.D // BLOCK, dtype=torch.uint8, device=device)
+    rows = torch.empty(0, dtype=dtype, device=device)
+
+    def decode(data_ND: Tensor, scales_NS: Tensor, dtype: torch.dtype) -> Tensor:
+        return rows.new_empty(1, 1).expand(data_ND.shape)
+
+    def encode(x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        return data[: len(x_ND)], scales[: len(x_ND)]
+
+    codec = PairCodec(encode=encode, decode=decode)
+    named = {"mxfp8": make_rowwise(shape, dtype, codec), "bfloat16": make_rowwise(shape, dtype)}
+    calls = {
+        name: functools.partial(torch.no_grad()(one.dispatch), *inputs)
+        for name, one in named.items()
+    }
+    _, once = rows_away(inputs[1], shape)
+    sizes = {name: one._buffers.settings.form.token_words * 4 for name, one in named.items()}
+    wire = {name: once * size for name, size in sizes.items()}
+    samples = timing.interleave(calls, repeats, device)
+    yield Cell(f"{shape}: dispatch", samples, wire, shape.T * shape.K * shape.D * 2)
+
+
+def metadata(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
+    """Time a dispatch of rows of 16 bytes: counts, plan, what rows are, and the barriers."""
+    thin = Shape(shape.T, 8, shape.E, shape.K)
+    dtype = torch.bfloat16
+    inputs, dispatcher = make_inputs(thin, device, dtype), make_rowwise(thin, dtype)
+    call = functools.partial(torch.no_grad()(dispatcher.dispatch), *inputs)
+    calls: dict[str, Callable[[], object]] = {"eager": call}
+    if device.type == "cuda":
+        calls["graph"] = timing.as_graph(call)
+    yield Cell(f"{shape}: metadata", timing.interleave(calls, repeats, device), {}, 0)
+
+
+def programs(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
+    """Time row writes alone and a matrix product beside them, by the programs that write."""
+    moves = impl.pick_moves("auto", device)
+    dispatcher = make_rowwise(shape, torch.bfloat16)
+    inputs = make_inputs(shape, device, torch.bfloat16)
+    buffers = dispatcher._buffers
+    with torch.no_grad():
+        sent = dispatcher.dispatch(*inputs)
+    plan = sent.handle.exchange.inner.plans[0]
+    leases_R = torch.zeros_like(buffers.counts.own[0][:, 0])
+    words_TW = inputs[0].view(torch.int32)
+    _, once = rows_away(inputs[1], shape)
+    wire = once * shape.D * 2
+    side = torch.cuda.Stream()
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    alone = timing.interleave({"product alone": lambda: a @ a}, repeats, device)
+
+    def put() -> None:
+        moves.put_rows(buffers.rows, leases_R, words_TW, plan)
+
+    def product_beside() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(8):
+                put()
+        _ = a @ a
+
+    default = moves.LINK_PROGRAMS
+    for number in PROGRAMS:
+        moves.LINK_PROGRAMS = number
+        calls = {f"rows, {number} programs": put, f"product beside {number}": product_beside}
+        samples = timing.interleave(calls, repeats, device)
+        torch.cuda.synchronize()
+        name = f"rows, {number} programs"
+        yield Cell(f"{shape}: {number} programs", samples | alone, {name: wire}, 0)
+    moves.LINK_PROGRAMS = default
+
+
+def ceiling(device: torch.device, repeats: int) -> Iterator[Cell]:
+    """Time the copy engine and NCCL's all-to-all of as many bytes, for comparison."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    rows = torch.randn(16384, 4096, device=device).bfloat16()
+    buffer = symmetric.empty(*rows.shape, dtype=rows.dtype, device=device)
+    group = dist.group.WORLD
+    assert group is not None, "the process group is there"
+    handle = symmetric.rendezvous(buffer, group.group_name)
+    peer = (dist.get_rank() + 1) % dist.get_world_size()
+    theirs = handle.get_buffer(peer, rows.shape, rows.dtype)
+    out = torch.empty_like(rows)
+    calls = {
+        "copy engine": lambda: theirs.copy_(rows),
+        "nccl all_to_all": lambda: dist.all_to_all_single(out, rows),
+    }
+    share = rows.nbytes * (dist.get_world_size() - 1) // dist.get_world_size()
+    wire = {"copy engine": rows.nbytes, "nccl all_to_all": share}
+    yield Cell("ceilings", timing.interleave(calls, repeats, device), wire, 0)

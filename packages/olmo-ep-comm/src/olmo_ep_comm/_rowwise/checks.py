@@ -1,0 +1,109 @@
+"""Checks of what a caller of the one-sided exchange hands in."""
+
+import torch
+from torch import Tensor
+
+from olmo_ep_comm._checks import (
+    check_fits,
+    check_inputs,
+    check_positive,
+    has_unknown_ids,
+    unknown_ids_error,
+)
+from olmo_ep_comm._codec import PairCodec, pack_rows
+
+from .exchange import Buffers
+from .form import ALIGN_BYTES, Form, dropless_capacity
+from .plan import Admit
+
+DTYPES = (torch.bfloat16, torch.float32)
+_LARGEST = 2**31 - 1
+
+
+def make_form(
+    *,
+    num_ranks: int,
+    num_experts: int,
+    max_tokens: int,
+    width: int,
+    top_k: int,
+    dtype: torch.dtype,
+    capacity: int | None,
+    admit: Admit | None,
+    live_forwards: int,
+    codec: PairCodec | None,
+    backward_codec: PairCodec | None,
+) -> Form:
+    """Return the sizes of an exchange, with the capacity that drops nothing if none is given.
+
+    Raises:
+        ValueError: If a number is out of range or `capacity` and `admit` do not come together.
+        TypeError: If the dtype is neither bfloat16 nor float32.
+    """
+    for name, value in (("max_tokens", max_tokens), ("width", width), ("top_k", top_k)):
+        check_positive(name, value)
+    check_positive("live_forwards", live_forwards)
+    if dtype not in DTYPES:
+        raise TypeError(f"`dtype` must be torch.bfloat16 or torch.float32, got {dtype}.")
+    if width * dtype.itemsize % ALIGN_BYTES:
+        raise ValueError(
+            f"`width` must be a multiple of {ALIGN_BYTES // dtype.itemsize} for {dtype}, so that "
+            f'rows fill whole words of {ALIGN_BYTES} bytes, got {width}; use "all_to_all" for '
+            "other widths."
+        )
+    if (capacity is None) != (admit is None):
+        given, absent = ("capacity", "admit") if admit is None else ("admit", "capacity")
+        raise ValueError(
+            f"`capacity` and `admit` must be given together, got `{given}` without `{absent}`; "
+            "the first says how many rows fit and the second which are kept."
+        )
+    if capacity is None:
+        capacity = dropless_capacity(num_ranks, num_experts, max_tokens, top_k)
+    check_positive("capacity", capacity)
+    for what, number in (
+        ("`ranks * max_tokens * top_k`", num_ranks * max_tokens * top_k),
+        ("`capacity`", capacity),
+    ):
+        if number > _LARGEST:
+            raise ValueError(f"{what} must be less than 2^31, got {number}; lower `max_tokens`.")
+    return Form(
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        max_tokens=max_tokens,
+        width=width,
+        top_k=top_k,
+        dtype=dtype,
+        capacity=capacity,
+        scale_bytes=_scale_bytes(codec, width, dtype),
+        gradient_scale_bytes=_scale_bytes(backward_codec, width, dtype),
+        live_forwards=live_forwards,
+    )
+
+
+def _scale_bytes(codec: PairCodec | None, width: int, dtype: torch.dtype) -> int:
+    if codec is None:
+        return 0
+    return pack_rows(codec, torch.empty(0, width, dtype=dtype)).bytes_NB.shape[1] - width
+
+
+def check_call(buffers: Buffers, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> None:
+    """Raise unless the inputs of a dispatch fit together and into the buffers."""
+    form = buffers.settings.form
+    check_inputs(x_TD, expert_ids_TK, weights_TK)
+    check_fits(x_TD, expert_ids_TK, form.max_tokens, form.width, form.top_k)
+    if x_TD.dtype != form.dtype:
+        raise TypeError(
+            f"`x_TD` must have the `dtype` of the dispatcher, {form.dtype}, got {x_TD.dtype}."
+        )
+    if weights_TK.dtype != torch.float32:
+        raise TypeError(f"`weights_TK` must be torch.float32, got {weights_TK.dtype}.")
+    if x_TD.device != buffers.memory.device:
+        raise ValueError(
+            f"`x_TD` must be on the device of the buffers, {buffers.memory.device}, "
+            f"got {x_TD.device}."
+        )
+    unknown = has_unknown_ids(expert_ids_TK, form.num_experts)
+    if x_TD.device.type != "cpu":
+        torch._assert_async(~unknown, str(unknown_ids_error(form.num_experts)))
+    elif unknown:
+        raise unknown_ids_error(form.num_experts)

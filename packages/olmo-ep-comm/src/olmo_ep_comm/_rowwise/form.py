@@ -1,0 +1,94 @@
+"""What all ranks of a one-sided exchange agree on, and the memory that it takes."""
+
+from dataclasses import dataclass
+
+import torch
+
+WORD_BYTES = 4
+ALIGN_BYTES = 16
+META_WORDS = 4
+"""Words that travel with each row: next row of its token, route, slot of the sum, weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """Sizes of an exchange.
+
+    Attributes:
+        num_ranks: Ranks of the group.
+        num_experts: Experts of the whole group.
+        max_tokens: Most tokens of one rank.
+        width: Values of a token.
+        top_k: Slots of a token.
+        dtype: Of tokens, rows and results.
+        capacity: Rows that a rank can receive.
+        scale_bytes: Bytes of scales of an encoded token, 0 if tokens travel as they are.
+        gradient_scale_bytes: The same for the gradients of results.
+        live_forwards: Receive buffers.
+    """
+
+    num_ranks: int
+    num_experts: int
+    max_tokens: int
+    width: int
+    top_k: int
+    dtype: torch.dtype
+    capacity: int
+    scale_bytes: int
+    gradient_scale_bytes: int
+    live_forwards: int
+
+    @property
+    def local_experts(self) -> int:
+        """Experts of one rank."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def sums_a_token(self) -> int:
+        """Most ranks that send a sum to one token."""
+        return min(self.num_ranks, self.top_k)
+
+    @property
+    def token_words(self) -> int:
+        """Words of a token as it travels."""
+        return self._words(self.scale_bytes)
+
+    @property
+    def gradient_words(self) -> int:
+        """Words of a gradient of results as it travels."""
+        return self._words(self.gradient_scale_bytes)
+
+    def _words(self, scale_bytes: int) -> int:
+        if not scale_bytes:
+            return self.width * self.dtype.itemsize // WORD_BYTES
+        return -(-(self.width + scale_bytes) // ALIGN_BYTES) * ALIGN_BYTES // WORD_BYTES
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of each buffer of a rank that other ranks write into."""
+        rows, word = self.capacity, torch.int32
+        sums = self.max_tokens * self.sums_a_token
+        receive = {
+            f"rows {lease}": ((rows, self.token_words), word) for lease in range(self.live_forwards)
+        }
+        return receive | {
+            "gradients": ((rows, self.gradient_words), word),
+            "sums": ((sums, self.width), self.dtype),
+            "meta": ((rows, META_WORDS), word),
+            "weights": ((self.max_tokens * self.top_k,), torch.float32),
+            "counts": ((self.num_ranks, self.num_experts + 1), word),
+        }
+
+    def buffer_bytes(self) -> dict[str, int]:
+        """Return the bytes of each buffer of `shapes`."""
+        sizes = {}
+        for name, (shape, dtype) in self.shapes().items():
+            size = dtype.itemsize
+            for length in shape:
+                size *= length
+            sizes[name] = size
+        return sizes
+
+
+def dropless_capacity(num_ranks: int, num_experts: int, max_tokens: int, top_k: int) -> int:
+    """Return the rows that a rank receives at most if no token names an expert twice."""
+    return num_ranks * max_tokens * min(top_k, num_experts // num_ranks)

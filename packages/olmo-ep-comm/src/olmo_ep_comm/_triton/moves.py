@@ -1,0 +1,141 @@
+# pyright: reportArgumentType=false, reportCallIssue=false
+"""What is written where: the functions of `olmo_ep_comm._rowwise.moves` as kernel launches.
+
+They do the same, bit for bit, without reading the device: the number of rows stays a tensor, and
+the programs of a kernel share as many rows as there are.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from olmo_ep_comm._rowwise.form import Form
+from olmo_ep_comm._rowwise.memory import Shared
+from olmo_ep_comm._rowwise.plan import SourcePlan
+
+from . import row_kernels as rows
+from . import word_kernels as words
+
+LINK_PROGRAMS = 132
+"""Programs that write into peers: one for each multiprocessor of an H200."""
+LOCAL_PROGRAMS = 528
+"""Programs that work in this rank's own memory."""
+_COLUMNS = 2048
+"""Most words or values of a row that a program holds at once."""
+_ROUTES = 256
+
+
+def put_counts(peers: Shared, rank: int, counts_E: Tensor, lease: int) -> None:
+    """Write this rank's requests, and the receive buffer it has free, to every rank."""
+    E = len(counts_E)
+    with torch.cuda.device_of(counts_E):
+        words.put_counts_kernel[(len(peers.pointers),)](
+            peers.pointers, counts_E, lease, rank, E=E, BLOCK=triton.next_power_of_2(E + 1)
+        )
+
+
+def put_rows(peers: list[Shared], leases_R: Tensor, words_TW: Tensor, plan: SourcePlan) -> None:
+    """Write each token once into every rank it goes to: into its head."""
+    num_tokens, width = words_TW.shape
+    addresses = torch.stack([peer.pointers for peer in peers])
+    with torch.cuda.device_of(words_TW):
+        rows.put_rows_kernel[(LINK_PROGRAMS,)](
+            addresses,
+            leases_R,
+            words_TW,
+            plan.rank_TK,
+            plan.row_TK,
+            plan.sum_TK,
+            num_tokens,
+            addresses.shape[1],
+            leases_R.stride(0),
+            W=width,
+            K=plan.row_TK.shape[1],
+            BLOCK=_block(width),
+            num_warps=8,
+        )
+
+
+def put_meta(peers: Shared, rank: int, weights_TK: Tensor, plan: SourcePlan, form: Form) -> None:
+    """Write what each row is: next row of its token, route, place of its sum, and weight."""
+    num_routes = plan.row_TK.numel()
+    if not num_routes:
+        return
+    with torch.cuda.device_of(weights_TK):
+        words.put_meta_kernel[(triton.cdiv(num_routes, _ROUTES),)](
+            peers.pointers,
+            plan.rank_TK,
+            plan.row_TK,
+            plan.next_TK,
+            plan.sum_TK,
+            weights_TK.contiguous().view(torch.int32),
+            num_routes,
+            rank * form.max_tokens * form.top_k,
+            BLOCK=_ROUTES,
+        )
+
+
+def fan_out(words_CW: Tensor, out_CW: Tensor, meta_C4: Tensor, num_rows: Tensor) -> None:
+    """Copy each head to the rows of its chain; `out_CW` may be `words_CW` itself."""
+    with torch.cuda.device_of(words_CW):
+        rows.fan_out_kernel[(LOCAL_PROGRAMS,)](
+            words_CW,
+            out_CW,
+            meta_C4,
+            num_rows,
+            W=words_CW.shape[1],
+            IN_PLACE=out_CW.data_ptr() == words_CW.data_ptr(),
+            BLOCK=_block(words_CW.shape[1]),
+            num_warps=8,
+        )
+
+
+def put_sums(peers: Shared, y_CD: Tensor, meta_C4: Tensor, num_rows: Tensor, form: Form) -> None:
+    """Add the rows of each chain and write the sum to its token's rank."""
+    with torch.cuda.device_of(y_CD):
+        rows.put_sums_kernel[(LINK_PROGRAMS,)](
+            peers.pointers,
+            y_CD,
+            meta_C4,
+            num_rows,
+            form.max_tokens * form.top_k,
+            D=form.width,
+            BLOCK=_block(form.width),
+            num_warps=8,
+        )
+
+
+def put_weights(
+    peers: Shared, values_C: Tensor, meta_C4: Tensor, num_rows: Tensor, form: Form
+) -> None:
+    """Write the value of each row to the slot that it came from."""
+    with torch.cuda.device_of(values_C):
+        words.put_values_kernel[(triton.cdiv(form.capacity, _ROUTES),)](
+            peers.pointers,
+            values_C,
+            meta_C4,
+            num_rows,
+            form.max_tokens * form.top_k,
+            BLOCK=_ROUTES,
+        )
+
+
+def add_sums(sums_ND: Tensor, num_sums_T: Tensor, form: Form) -> Tensor:
+    """Return (T, D): the sums of each token added in float32, in the order of its slots."""
+    y_TD = torch.empty(len(num_sums_T), form.width, dtype=sums_ND.dtype, device=sums_ND.device)
+    with torch.cuda.device_of(y_TD):
+        rows.add_sums_kernel[(LOCAL_PROGRAMS,)](
+            sums_ND,
+            num_sums_T,
+            y_TD,
+            len(num_sums_T),
+            F=form.sums_a_token,
+            D=form.width,
+            BLOCK=_block(form.width),
+            num_warps=8,
+        )
+    return y_TD
+
+
+def _block(width: int) -> int:
+    return min(_COLUMNS, 1 << (width - 1).bit_length())

@@ -1,0 +1,120 @@
+# pyright: reportArgumentType=false, reportCallIssue=false
+"""Whole rows: written once into each rank, copied along chains, added along chains, added at home.
+
+Every kernel is a fixed number of programs P that share the rows (program p takes p, p + P, ...), so
+that a caller decides how many multiprocessors the exchange may take. Addresses are computed in 64
+bits. Rows are moved in blocks of columns; a mask ends the last one. Sums are carried in float32.
+
+`peers` are int64 addresses of the buffers of all ranks, the same address space for a rank of this
+process and for one behind a link. Rows and buffers start at multiples of 16 bytes (`make_form` sees
+to it), which `multiple_of`, in bytes, says to the compiler: an address that was loaded is unknown.
+
+Numbers that change from call to call are not specialised: a kernel must not be compiled anew while
+a CUDA graph is captured, or by one rank while the others wait.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_ranks", "lease_stride"])
+def put_rows_kernel(
+    peers,
+    leases,
+    words,
+    ranks,
+    rows,
+    sums,
+    num_tokens,
+    num_ranks,
+    lease_stride,
+    W: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Tokens: each is read once and written to the heads of its routes.
+
+    Buffer `leases[q * lease_stride]` of rank q is the one with the address `peers[lease, q]`.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    while token < num_tokens:
+        for first in range(0, W, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            inside = column < W
+            value = tl.load(words + token * W + column, mask=inside)
+            for slot in range(K):
+                route = token * K + slot
+                if tl.load(sums + route) >= 0:
+                    rank = tl.load(ranks + route)
+                    lease = tl.load(leases + rank * lease_stride)
+                    address = tl.load(peers + lease.to(tl.int64) * num_ranks + rank)
+                    row = tl.load(rows + route).to(tl.int64)
+                    target = address.to(tl.pointer_type(tl.int32)) + row * W
+                    tl.store(tl.multiple_of(target, 16) + column, value, mask=inside)
+        token += tl.num_programs(0)
+
+
+@triton.jit
+def fan_out_kernel(
+    words, out, meta, num_rows, W: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Rows: a head is read once and written to the rows of its chain."""
+    row = tl.program_id(0).to(tl.int64)
+    last = tl.load(num_rows)
+    while row < last:
+        if tl.load(meta + row * 4 + 2) >= 0:
+            for first in range(0, W, BLOCK):
+                column = first + tl.arange(0, BLOCK)
+                inside = column < W
+                value = tl.load(words + row * W + column, mask=inside)
+                if not IN_PLACE:
+                    tl.store(out + row * W + column, value, mask=inside)
+                following = tl.load(meta + row * 4).to(tl.int64)
+                while following >= 0:
+                    tl.store(out + following * W + column, value, mask=inside)
+                    following = tl.load(meta + following * 4).to(tl.int64)
+        row += tl.num_programs(0)
+
+
+@triton.jit(do_not_specialize=["slots_a_rank"])
+def put_sums_kernel(peers, y, meta, num_rows, slots_a_rank, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows: a head adds its chain and writes the sum to its token's rank."""
+    row = tl.program_id(0).to(tl.int64)
+    last = tl.load(num_rows)
+    while row < last:
+        place = tl.load(meta + row * 4 + 2).to(tl.int64)
+        if place >= 0:
+            source = tl.load(meta + row * 4 + 1) // slots_a_rank
+            address = tl.load(peers + source)
+            target = address.to(tl.pointer_type(y.dtype.element_ty)) + place * D
+            target = tl.multiple_of(target, 16)
+            for first in range(0, D, BLOCK):
+                column = first + tl.arange(0, BLOCK)
+                inside = column < D
+                total = tl.load(y + row * D + column, mask=inside).to(tl.float32)
+                following = tl.load(meta + row * 4).to(tl.int64)
+                while following >= 0:
+                    total += tl.load(y + following * D + column, mask=inside).to(tl.float32)
+                    following = tl.load(meta + following * 4).to(tl.int64)
+                tl.store(target + column, total.to(y.dtype.element_ty), mask=inside)
+        row += tl.num_programs(0)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def add_sums_kernel(
+    sums, num_sums, out, num_tokens, F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Tokens: the sums that arrived, in the order of their slots."""
+    token = tl.program_id(0).to(tl.int64)
+    while token < num_tokens:
+        count = tl.load(num_sums + token)
+        for first in range(0, D, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            inside = column < D
+            total = tl.zeros((BLOCK,), tl.float32)
+            for place in range(F):
+                there = inside & (place < count)
+                at = sums + (token * F + place) * D + column
+                total += tl.load(at, mask=there, other=0.0).to(tl.float32)
+            tl.store(out + token * D + column, total.to(out.dtype.element_ty), mask=inside)
+        token += tl.num_programs(0)

@@ -1,0 +1,132 @@
+"""Every kernel as it is launched on CUDA, compiled here for GPUs that need not be here.
+
+The launchers run on CPU tensors and each launch only compiles. What comes out must spill no
+register, fit into the shared memory, and move rows 16 bytes at a time.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from olmo_ep_comm._rowwise.form import Form
+from olmo_ep_comm._rowwise.memory import Shared, pointer_table
+from olmo_ep_comm._rowwise.plan import SourcePlan
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("Triton interprets in this process", allow_module_level=True)
+
+SHARED_BYTES = 99 * 1024  # what one program may have on the smaller ones of the family of sm_80
+
+
+class _Device:
+    """What compilation asks of the active driver; an architecture is a device with its number."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return triton.backends.compiler.GPUTarget("cuda", self.capability, 32)
+
+
+@contextmanager
+def compiling_for(capability: int) -> Iterator[list[Any]]:
+    """Within, a launch on CPU tensors compiles and nothing more; yields what was compiled."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, **options: Any) -> Any:
+        compiled.append(run(self, *args, **options | {"warmup": True}))
+        return compiled[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "_active", _Device(capability))
+        patch.setattr(JITFunction, "run", compile_only)
+        yield compiled
+
+
+def resources(kernel: Any) -> dict[str, int]:
+    """Registers a thread, bytes of its stack, and bytes of shared memory a program."""
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [cuobjdump, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"(REG|STACK|LOCAL):(\d+)", text)
+    assert [name for name, _ in found] == ["REG", "STACK", "LOCAL"], text
+    return {name: int(value) for name, value in found} | {"SHARED": kernel.metadata.shared}
+
+
+def compile_all(dtype: torch.dtype, width: int, num_experts: int) -> None:
+    """Launch every move once."""
+    from olmo_ep_comm._triton import moves
+
+    form = Form(
+        num_ranks=2,
+        num_experts=num_experts,
+        max_tokens=16,
+        width=width,
+        top_k=8,
+        dtype=dtype,
+        capacity=64,
+        scale_bytes=0,
+        gradient_scale_bytes=0,
+        live_forwards=1,
+    )
+    buffers = {
+        name: torch.empty(shape, dtype=kind) for name, (shape, kind) in form.shapes().items()
+    }
+    shared = {
+        name: Shared([one], [one, one], pointer_table([one, one], one.device))
+        for name, one in buffers.items()
+    }
+    ids = torch.zeros(16, 8, dtype=torch.int32)
+    plan = SourcePlan(ids, ids, ids, ids, ids[:, 0].contiguous(), torch.tensor(0))
+    num_rows, meta = torch.zeros(4, dtype=torch.int32)[-1], buffers["meta"]
+    rows = buffers["rows 0"].view(dtype)
+    counts_E = torch.zeros(num_experts, dtype=torch.int32)
+    moves.put_counts(shared["counts"], 1, counts_E, 0)
+    leases = buffers["counts"][:, num_experts]
+    words = torch.empty(16, form.token_words, dtype=torch.int32)
+    moves.put_rows([shared["rows 0"]], leases, words, plan)
+    moves.put_meta(shared["meta"], 1, torch.empty(16, 8), plan, form)
+    for out in (buffers["rows 0"], buffers["gradients"]):
+        moves.fan_out(buffers["rows 0"], out, meta, num_rows)
+    moves.put_sums(shared["sums"], rows, meta, num_rows, form)
+    moves.put_weights(shared["weights"], torch.empty(64), meta, num_rows, form)
+    moves.add_sums(buffers["sums"], plan.num_sums_T, form)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("dtype", "width", "num_experts"),
+    [(torch.bfloat16, 4096, 64), (torch.float32, 7168, 256), (torch.bfloat16, 40, 2)],
+)
+def test_the_kernels_spill_nothing(dtype, width, num_experts, capability):
+    with compiling_for(capability) as compiled:
+        compile_all(dtype, width, num_experts)
+    assert len(compiled) == 8
+    for kernel in compiled:
+        used, name = resources(kernel), kernel.metadata.name
+        assert max(used["STACK"], used["LOCAL"]) == 0, f"{name} spills registers: {used}"
+        assert used["SHARED"] <= SHARED_BYTES, f"{name}: {used}"
+        if width >= 1024 and name in ("put_rows_kernel", "put_sums_kernel", "fan_out_kernel"):
+            stores = re.findall(r"st\.global\S*", kernel.asm["ptx"])
+            assert stores, f"{name} writes nothing"
+            assert all(one.endswith((".v4.b32", ".v2.b64")) for one in stores), f"{name}: {stores}"

@@ -1,0 +1,201 @@
+"""The one-sided exchange between processes, which write into each other's memory for real."""
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from olmo_ep_comm import RowwiseDispatcher, create_dispatcher
+from olmo_ep_comm._rowwise import moves
+from rowwise_problem import Problem, assert_equal_local, expert_results, loss_of, run_local
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.dist
+LAYOUTS = ([[0, 1, 2, 3]], [[0, 2], [1, 3]])
+
+
+def make_dispatcher(case: Problem, group: dist.ProcessGroup | None = None, **options):
+    num_ranks = dist.get_world_size(group)
+    rows = num_ranks * max(*case.tokens, 1) * case.top_k
+    return RowwiseDispatcher(
+        num_experts=case.num_experts,
+        group=group,
+        max_tokens=max(*case.tokens, 1),
+        width=case.width,
+        top_k=case.top_k,
+        dtype=case.dtype,
+        capacity=rows,
+        admit=lambda requested, capacity: requested,
+        **options,
+    )
+
+
+def run_layer(dispatcher: RowwiseDispatcher, case: Problem, rank: int) -> dict[str, Tensor]:
+    x_TD, ids, weights_TK = case.inputs(rank)
+    x_TD, weights_TK = x_TD.requires_grad_(), weights_TK.requires_grad_()
+    sent = dispatcher.dispatch(x_TD, ids, weights_TK)
+    end = int(sent.offsets_E[-1])
+    seen = {"rows": sent.rows_RD[:end].detach().clone()}
+    seen["row weights"] = sent.row_weights_R[:end].detach()
+    y_TD = dispatcher.combine(expert_results(sent, dispatcher.local_experts), sent.handle)
+    loss_of([y_TD]).backward()
+    assert x_TD.grad is not None
+    assert weights_TK.grad is not None
+    gradients = {"x gradient": x_TD.grad, "weight gradient": weights_TK.grad}
+    return {"ends": sent.offsets_E, "y": y_TD.detach(), **seen, **gradients}
+
+
+def _compare(rank: int, world: int, tokens: list[int], top_k: int, seed: int) -> None:
+    case = Problem(tokens=tuple(tokens), num_experts=8, top_k=top_k, seed=seed)
+    for layout in LAYOUTS:
+        groups = [dist.new_group(ranks) for ranks in layout]
+        (place,) = [i for i, ranks in enumerate(layout) if rank in ranks]
+        ranks, group = layout[place], groups[place]
+        assert isinstance(group, dist.ProcessGroup)
+        want = run_local(8, [case.inputs(other) for other in ranks])[ranks.index(rank)]
+        dispatcher = make_dispatcher(case, group)
+        for _ in range(2):
+            got = run_layer(dispatcher, case, rank)
+            assert_equal_local(got, want, exact=top_k == 1)
+
+
+@settings(max_examples=2, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(
+    tokens=st.lists(st.integers(0, 6), min_size=4, max_size=4),
+    top_k=st.sampled_from([1, 3]),
+    seed=st.integers(0, 99),
+)
+def test_any_group_equals_one_process(processes, tokens, top_k, seed):
+    processes.run(_compare, tokens, top_k, seed, world=4, timeout=120)
+
+
+def _stress(rank: int, world: int, rounds: int, recompute: bool) -> None:
+    """Two layers on one dispatcher, routes that change, and ranks that are late at every step."""
+    late = random.Random(rank)
+    case = Problem(tokens=(6, 3, 0), num_experts=6, top_k=3)
+    dispatcher = make_dispatcher(case, live_forwards=1 if recompute else 4)
+
+    def delay() -> None:
+        time.sleep(late.choice([0, 0, 0.001, 0.004]))
+
+    barrier = dispatcher._buffers.memory.barrier
+
+    def delayed_barrier() -> None:
+        delay()
+        barrier()
+        delay()
+
+    dispatcher._buffers.memory.barrier = delayed_barrier
+
+    def block(x_TD: Tensor, ids: Tensor, weights_TK: Tensor) -> Tensor:
+        sent = dispatcher.dispatch(x_TD, ids, weights_TK)
+        delay()
+        y_RD = expert_results(sent, dispatcher.local_experts)
+        return dispatcher.combine(y_RD, sent.handle)
+
+    for number in range(rounds):
+        cases = [
+            Problem(tokens=case.tokens, num_experts=6, top_k=3, seed=2 * number + i)
+            for i in range(2)
+        ]
+        leaves, results = [], []
+        for one in cases:
+            x_TD, ids, weights_TK = one.inputs(rank)
+            leaves.append(x_TD.requires_grad_())
+            for _ in range(2):
+                if recompute:
+                    x_TD = checkpoint(block, x_TD, ids, weights_TK, use_reentrant=False)
+                else:
+                    x_TD = block(x_TD, ids, weights_TK)
+            results.append(x_TD)
+        for i in (0, 1) if number % 2 else (1, 0):
+            loss_of([results[i]]).backward()
+        for one, leaf, result in zip(cases, leaves, results, strict=True):
+            y, grad = two_layers_alone(one, rank)
+            torch.testing.assert_close(result, y, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(leaf.grad, grad, rtol=1e-4, atol=1e-4)
+
+
+def two_layers_alone(case: Problem, rank: int) -> tuple[Tensor, Tensor]:
+    """Return what one token after another makes of both layers, without any dispatcher."""
+    x_TD, ids, weights_TK = case.inputs(rank)
+    leaf = x_TD.clone().requires_grad_()
+    value = leaf
+    for _ in range(2):
+        factor_TK = torch.where(ids >= 0, 0.5 + ids % 5, 0.0) * weights_TK
+        value = (value[:, None] * factor_TK[..., None] + factor_TK[..., None]).sum(1)
+    loss_of([value]).backward()
+    assert leaf.grad is not None
+    return value.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_late_ranks_never_meet_overwritten_rows(processes, recompute):
+    processes.run(_stress, 12, recompute, world=3, timeout=120)
+
+
+class LateReader:
+    """The moves of a rank that is late to read the sums it got."""
+
+    def __getattr__(self, name):
+        return getattr(moves, name)
+
+    def add_sums(self, *arguments):
+        time.sleep(0.2)
+        return moves.add_sums(*arguments)
+
+
+def _combine_twice(rank: int, world: int, keep_rule: bool) -> bool:
+    """Two combines in a row, without the first barrier of each unless `keep_rule`."""
+    case = Problem(tokens=(4, 4), num_experts=2, top_k=1, experts=(0,))
+    dispatcher = make_dispatcher(case, live_forwards=2)
+    memory, barrier = dispatcher._buffers.memory, dispatcher._buffers.memory.barrier
+    if rank == 1:
+        object.__setattr__(dispatcher._buffers.settings, "moves", LateReader())
+    calls = 0
+
+    def every_second_barrier() -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 2 == 0:
+            barrier()
+
+    x_TD, ids, weights_TK = case.inputs(rank)
+    with torch.no_grad():
+        sent = [dispatcher.dispatch(x_TD, ids, weights_TK) for _ in range(2)]
+        if not keep_rule:
+            memory.barrier = every_second_barrier
+        first, second = (
+            dispatcher.combine(torch.full_like(part.rows_RD, value), part.handle)
+            for value, part in enumerate(sent, start=1)
+        )
+    return bool((first == 1).all() and (second == 2).all())
+
+
+def test_the_write_after_read_rule_is_kept_and_needed(processes):
+    assert processes.run(_combine_twice, True, world=2, timeout=60) == [True, True]
+    assert processes.run(_combine_twice, False, world=2, timeout=60) == [True, False]
+
+
+def _refuse(rank: int, world: int) -> str:
+    with pytest.raises(ValueError, match="must be the same on every rank") as caught:
+        RowwiseDispatcher(num_experts=4, max_tokens=4 + rank, width=8, top_k=2)
+    with pytest.raises(ValueError, match="it runs on CUDA, not on cpu; use impl='reference'"):
+        RowwiseDispatcher(num_experts=4, max_tokens=4, width=8, top_k=2, impl="triton")
+    options = {"max_tokens": 4, "width": 8, "top_k": 2}
+    dispatcher = create_dispatcher("rowwise", num_experts=4, **options)
+    assert isinstance(dispatcher, RowwiseDispatcher)
+    assert dispatcher.local_experts == range(2 * rank, 2 * rank + 2)
+    assert dispatcher.buffer_bytes["rows 0"] == 2 * 4 * 2 * 16
+    return str(caught.value)
+
+
+def test_ranks_must_agree_on_the_sizes(processes):
+    first, second = processes.run(_refuse, world=2, timeout=60)
+    assert first == second
+    assert "[[4, 4, 8, 2, " in first
+    assert "[4, 5, 8, 2, " in first
