@@ -90,9 +90,31 @@ def test_counts_beyond_32_bits_in_between(dtype):
         ({"requested_SQE": torch.ones(1, 1, 1)}, TypeError, "must be int32 or int64, got"),
         ({"requested_SQE": torch.ones(1, 1).int()}, ValueError, r"three dimensions .*\(1, 1\)"),
         ({"requested_SQE": torch.ones(1, 0, 2).int()}, ValueError, r"none empty, got \(1, 0, 2\)"),
+        ({"requested_SQE": torch.ones(4).int()}, ValueError, r"give `counts_E.view\(1, 1, -1\)`"),
+        ({"requested_SQE": [[[1]]]}, TypeError, "`requested_SQE` must be a tensor, got list"),
+        ({"requested_SQE": -torch.ones(1, 1, 1).int()}, ValueError, "not be negative, got -1"),
+        ({"capacity": 2**31}, ValueError, "`capacity` must be at most 2147483647, got 2147483648"),
+        ({"capacity": 2**63}, ValueError, "`capacity` must be at most 2147483647, got"),
+        ({"capacity": 2**64}, ValueError, "`capacity` must be at most 2147483647, got"),
     ],
 )
 def test_messages(arguments, error, message):
     given_ = {"requested_SQE": torch.ones(1, 1, 1).int(), "capacity": 1}
     with pytest.raises(error, match=message):
         admit(**{**given_, **arguments})
+
+
+@pytest.mark.parametrize("policy", ["fair", "tail"])
+def test_sums_are_right_up_to_their_limit_and_refused_beyond(policy):
+    most = 2**31 - 1
+    at_limit = torch.tensor([[[most - 1, 1]], [[0, 0]]])
+    for capacity in (0, 1, most // 2, most - 1, most):
+        kept = admit(at_limit, capacity, policy=policy)
+        assert kept.sum() == capacity
+        assert ((kept >= 0) & (kept <= at_limit)).all()
+    # Other destinations have sums of their own; a sum that wraps in int64 is no way around.
+    assert admit(torch.full((1, 3, 1), most), most, policy=policy).tolist() == [[[most]] * 3]
+    for cells in ([most, 1], [2**62, 2**62, 2**62, 2**62], [2**63 - 1, 2**63 - 1, 2]):
+        for shape in ((len(cells), 1, 1), (1, 1, len(cells))):
+            with pytest.raises(ValueError, match=r"sum to less than 2\^31 for each destination"):
+                admit(torch.tensor(cells).view(shape), 5, policy=policy)

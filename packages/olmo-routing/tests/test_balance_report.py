@@ -290,6 +290,79 @@ def test_one_expert():
     assert report.entropy_deficit.item() == report.topk_margin.item() == 0.0
 
 
+SCORES = torch.full((6, 4), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            {"kept_ids_TK": KEPT >= 0},
+            TypeError,
+            r"`kept_ids_TK` must be int64, got torch.bool; ",
+        ),
+        ({"kept_ids_TK": KEPT.double()}, TypeError, "`kept_ids_TK` must be int64, got torch.float"),
+        ({"kept_ids_TK": KEPT.int()}, TypeError, r"got torch.int32; call `.long\(\)`"),
+        ({"kept_ids_TK": KEPT.tolist()}, TypeError, "`kept_ids_TK` must be a tensor, got list"),
+        ({"kept_ids_TK": KEPT.to("meta")}, ValueError, "`kept_ids_TK` must be on cpu .*got meta"),
+        ({"kept_ids_TK": torch.full((6, 2), 99)}, ValueError, "got another id for 10 routes"),
+        ({"kept_ids_TK": IDS.flip(1)}, ValueError, "the requested id of each kept route and -1"),
+        (
+            {"kept_counts_E": torch.tensor([5, 2, 1, 2])},
+            ValueError,
+            "must not exceed the request",
+        ),
+        ({"kept_counts_E": torch.tensor([5, -2, 1, 1])}, ValueError, "must not be negative, got"),
+        (
+            {"kept_counts_E": torch.ones(4).bool()},
+            TypeError,
+            "must hold numbers of routes, got",
+        ),
+        ({"kept_counts_E": torch.ones(4, device="meta")}, ValueError, "must be on cpu"),
+        (
+            {"weights_TK": KEPT},
+            TypeError,
+            "`weights_TK` must be a floating-point tensor",
+        ),
+        ({"weights_TK": WEIGHTS.to("meta")}, ValueError, "`weights_TK` must be on cpu"),
+        ({"weights_TK": -WEIGHTS}, ValueError, "must not be negative, got 9 routes of negative"),
+    ],
+)
+def test_what_was_kept_is_not_guessed(given, error, message):
+    with pytest.raises(error, match=message):
+        measure_balance(SCORES, IDS, mask_T=REAL, **given)
+
+
+def test_what_was_kept_of_padding_may_be_anything():
+    kept = torch.where(REAL[:, None], KEPT, 77)
+    weights = torch.where(REAL[:, None], WEIGHTS, -1.0)
+    got, expected = (
+        measure_balance(SCORES, IDS, mask_T=REAL, kept_ids_TK=ids, weights_TK=w)
+        for ids, w in ((kept, weights), (KEPT, WEIGHTS))
+    )
+    for name in got.names():
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
+
+
+def test_a_default_dtype_of_low_precision_rounds_no_field():
+    ids = torch.arange(3000)[:, None] % 4
+    scores = torch.rand(3000, 4).softmax(1)
+    kept = torch.where(torch.arange(3000)[:, None] < 1001, -1, ids)
+
+    def report():
+        return measure_balance(scores, ids, kept_ids_TK=kept, weights_TK=scores[:, :1])
+
+    expected = report()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = report()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert got.tokens_with_drops.item() == pytest.approx(1001 / 3000, rel=1e-6)
+    for name in got.names():
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
+
+
 def test_messages_of_what_was_kept():
     def measure(**arguments):
         measure_balance(torch.rand(5, 4), torch.zeros(5, 2).long(), **arguments)

@@ -14,10 +14,12 @@ from olmo_routing import (
     SelectionBias,
     admit,
     balance_loss,
+    keep_routes,
     margin_balance_loss,
     measure_balance,
     measure_load,
     plan_rows,
+    plan_tiles,
     route,
     route_fractions,
     router_z_loss,
@@ -35,6 +37,7 @@ BIAS = torch.linspace(-0.1, 0.1, E)
 COUNTS = torch.arange(3 * 2 * 4).view(3, 2, 4)
 ALARM = GerrymanderAlarm(E, num_layers=2, window=20)
 ROUTER = Router(D, E, K, selection_bias=SelectionBias(E, 0.1))
+JITTERED = Router(D, E, K, jitter=0.1)
 
 CASES = {
     "route": (lambda z: route(z, K, bias_E=BIAS, mask_T=MASK), LOGITS),
@@ -67,6 +70,13 @@ CASES = {
     "admit fair": (lambda counts: admit(counts, 31), COUNTS),
     "admit tail": (lambda counts: admit(counts, 31, policy="tail"), COUNTS),
     "Router": (lambda x: ROUTER(x, mask_T=MASK), LOGITS[:, :D]),
+    "Router forced at random": (lambda x: ROUTER(x, force="random"), LOGITS[:, :D]),
+    "Router with jitter": (lambda x: JITTERED(x, mask_T=MASK), LOGITS[:, :D]),
+    "keep_routes": (lambda ids: keep_routes(ids, COUNTS.flatten()[:E]), IDS),
+    "plan_tiles": (
+        lambda ids: plan_tiles((p := plan_rows(ids, E)).offsets_E, p.routes_R.shape[0], 4),
+        IDS,
+    ),
     "Router with ids": (lambda x: ROUTER(x, expert_ids_TK=IDS), LOGITS[:, :D]),
 }
 
@@ -169,3 +179,16 @@ def test_ids_are_still_checked_outside_of_the_graph():
         for wrong in (E, -2):
             with pytest.raises(ValueError, match=r"must be in \[-1, 6\)"):
                 call(torch.full((T, K), wrong))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, in jvp
+def test_forward_mode_in_a_graph_is_no_silent_zero():
+    x, v = torch.randn(2, T, D, generator=GENERATOR)
+    expected = v @ ROUTER.weight_ED.detach().T
+
+    def along(x, v):
+        return torch.func.jvp(lambda x: ROUTER(x).logits_TE, (x,), (v,))[1]
+
+    torch.testing.assert_close(along(x, v), expected)
+    compiled = torch.compile(along, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, v), expected)

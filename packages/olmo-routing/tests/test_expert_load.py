@@ -1,6 +1,7 @@
 """The report from sums agrees with the report from tokens."""
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -79,3 +80,46 @@ def test_messages_of_what_was_kept():
 def test_messages(shapes):
     with pytest.raises(ValueError, match="`counts_E` and `mass_E` must be vectors of one length"):
         measure_load(torch.zeros(shapes[0]).long(), torch.zeros(shapes[1]))
+
+
+@pytest.mark.parametrize("factor", [1e-3, 0.25, 1.0, 1000.0])
+def test_counts_may_be_averages_below_one(factor):
+    counts, mass = torch.tensor([6.0, 2.0, 0.0, 4.0]), torch.tensor([3.0, 1.0, 2.0, 2.0])
+    kept = torch.tensor([3.0, 2.0, 0.0, 4.0])
+    expected = measure_load(counts, mass, kept_counts_E=kept, num_ranks=2)
+    got = measure_load(factor * counts, mass, kept_counts_E=factor * kept, num_ranks=2)
+    for name in set(got.names()) - {"routes"}:
+        have, want = getattr(got, name).double(), getattr(expected, name).double()
+        torch.testing.assert_close(have, want, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_the_mass_of_a_batch_is_what_its_docstring_says():
+    torch.manual_seed(0)
+    scores_TE, mask_T = torch.rand(7, 4), torch.arange(7) < 5
+    ids = torch.rand(7, 4).topk(2).indices
+    expected = measure_balance(scores_TE, ids, mask_T=mask_T)
+    counts_E = ids[mask_T].flatten().bincount(minlength=4)
+    lines = inspect.getdoc(measure_load).splitlines()
+    code = [line.strip() for line in lines if line.strip().startswith(("scores_TE =", "mass_E ="))]
+    assert len(code) == 2
+    names = {"torch": torch, "scores_TE": scores_TE, "mask_T": mask_T}
+    exec("\n".join(code), names)
+    got = measure_load(counts_E, names["mass_E"])
+    for name in got.names():
+        have, want = getattr(got, name).double(), getattr(expected, name).double()
+        torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("counts", "mass", "error", "message"),
+    [
+        (torch.ones(2).bool(), torch.ones(2), TypeError, "`counts_E` must hold numbers of routes"),
+        (torch.ones(2), torch.ones(2).long(), TypeError, "`mass_E` must be a floating-point tens"),
+        (-torch.ones(2), torch.ones(2), ValueError, "`counts_E` must not be negative"),
+        ([1, 2], torch.ones(2), TypeError, "`counts_E` must be a tensor, got list"),
+        (torch.ones(2), torch.ones(2, device="meta"), ValueError, "`mass_E` must be on cpu"),
+    ],
+)
+def test_messages_of_counts_and_mass(counts, mass, error, message):
+    with pytest.raises(error, match=message):
+        measure_load(counts, mass)

@@ -185,7 +185,6 @@ def test_z_loss_value_and_gradient():
     mask = torch.tensor([1, 0, 1, 1, 1]).bool()
     assert torch.autograd.gradcheck(lambda x: router_z_loss(x, mask_T=mask), (logits,))
     assert router_z_loss(logits.half()).dtype == torch.float32
-    assert router_z_loss(torch.full((1, 3), math.nan)).isnan()
 
 
 SCORES, IDS = torch.ones(6, 4), torch.zeros(6, 2).long()

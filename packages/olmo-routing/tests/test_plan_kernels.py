@@ -135,7 +135,7 @@ def test_what_the_kernels_cannot_plan_is_said(device):
     ids = torch.zeros(2, 1, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="up to 1024 experts, got 1025; use impl='reference'"):
         plan_rows(ids, 1025, impl="triton")
-    with pytest.raises(ValueError, match="up to 2147483647 rows, got 2147483650"):
+    with pytest.raises(ValueError, match=r"at most 2\^31 - 1, .*got room for 2147483650"):
         plan_rows(ids, 2, align=2**30 + 1, impl="triton")
     if device == "cuda":
         assert plan_rows(ids, 1025).offsets_E.shape == (1025,)

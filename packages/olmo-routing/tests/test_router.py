@@ -188,6 +188,18 @@ def test_forced_random_is_distinct_seeded_and_weighed_by_the_gate():
     torch.testing.assert_close(first.weights_TK, torch.softmax(logits, 1))
 
 
+def test_forced_random_is_even_in_a_default_dtype_of_low_precision():
+    router = Router(3, 64, 2, dtype=torch.float32)
+    x = torch.randn(20000, 3)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        counts = router(x, force="random", generator=torch.Generator().manual_seed(0)).counts_E
+    finally:
+        torch.set_default_dtype(torch.float32)
+    # 625 routes an expert, of standard deviation 25.
+    assert (counts - 625).abs().max() < 5 * 25
+
+
 def test_jitter_is_off_by_default():
     router, x = Router(4, 6, 2), torch.randn(50, 4)
     assert router.training

@@ -70,6 +70,12 @@ def test_no_route_at_all():
         ({"expert_ids_TK": torch.tensor([[0.0]])}, TypeError, "must be int64, got torch.float32"),
         ({"num_experts": 0}, ValueError, "`num_experts` must be at least 1, got 0"),
         ({"align": 0}, ValueError, "`align` must be at least 1, got 0"),
+        (
+            {"align": 2**31},
+            ValueError,
+            r"at most 2\^31 - 1, .* room for 6442450942; give fewer",
+        ),
+        ({"align": 2**62}, ValueError, r"The rows must be at most 2\^31 - 1"),
     ],
 )
 def test_messages(arguments, error, message):

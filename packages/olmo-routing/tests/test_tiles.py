@@ -47,6 +47,8 @@ def test_every_row_lies_in_one_tile_of_its_own_expert(counts, spare, height):
         ({"offsets_E": torch.tensor([3, 2], dtype=torch.int32)}, ValueError, "must not decrease"),
         ({"num_rows": 1}, ValueError, "at most `num_rows`=1"),
         ({"height": 0}, ValueError, "`height` must be at least 1"),
+        ({"height": 2**31 - 4}, ValueError, r"must be at most 2\^31 - 1, got 4 \+ 2147483644"),
+        ({"num_rows": 2**31}, ValueError, r"must be at most 2\^31 - 1, got 2147483648 \+ 2"),
         ({"impl": "torch"}, ValueError, "`impl` must be one of"),
         ({"impl": "triton"}, ValueError, "`impl='triton'` cannot run"),
     ],
@@ -55,3 +57,11 @@ def test_bad_arguments_are_refused(arguments, error, message):
     good = {"offsets_E": torch.tensor([1, 2], dtype=torch.int32), "num_rows": 4, "height": 2}
     with pytest.raises(error, match=message):
         plan_tiles(**{**good, **arguments})
+
+
+def test_the_highest_tile_there_can_be():
+    offsets = torch.tensor([5, 5, 10], dtype=torch.int32)
+    plan = plan_tiles(offsets, 10, 2**31 - 1 - 10)
+    assert plan.num_tiles == 2
+    assert plan.experts_C.tolist() == [0, 2, -1, -1]
+    assert plan.starts_C.tolist() == [0, 5, -1, -1]

@@ -5,6 +5,7 @@ ranks, Q destination ranks. A name ends in the letters of its shape.
 """
 
 from ._admit import admit as admit
+from ._admit import keep_routes as keep_routes
 from ._balance_report import BalanceReport as BalanceReport
 from ._balance_report import measure_balance as measure_balance
 from ._expert_load import LoadReport as LoadReport
@@ -37,6 +38,7 @@ __all__ = [
     "TilePlan",
     "admit",
     "balance_loss",
+    "keep_routes",
     "margin_balance_loss",
     "measure_balance",
     "measure_load",

@@ -24,12 +24,14 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from ._checks import check_positive
+from ._checks import can_read, check_positive, check_same_device, check_tensor
+from ._pytree import tensor_tree
 
 # The loss of float32 sums over tokens is exact to about this; closer to 1 is no evidence.
 ROUNDING = 1e-5
 
 
+@tensor_tree
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LoadReport:
     """The balance of one layer, as 0-d tensors on the device of the counts.
@@ -89,13 +91,14 @@ def stack_reports(reports: Sequence[LoadReport]) -> Tensor:
         Nothing is read back: the caller's `.tolist()` is the only wait.
 
     Raises:
-        TypeError: the reports are not of one kind.
+        TypeError: what is given is not a list or tuple of reports of one kind.
         ValueError: there is none.
 
     Note:
         A mean of this over ranks is the mean of the ranks' balances, not the balance of all their
         tokens: that is `measure_load` of counts and masses that were added over the ranks.
     """
+    check_reports(reports)
     if not reports:
         raise ValueError("`reports` must hold at least one report, got none.")
     kinds = {type(report) for report in reports}
@@ -105,6 +108,20 @@ def stack_reports(reports: Sequence[LoadReport]) -> Tensor:
     columns = [field.name for field in fields(reports[0])]
     values = [getattr(report, name).double() for report in reports for name in columns]
     return torch.stack(values).view(len(reports), len(columns))
+
+
+def check_reports(reports: Sequence[LoadReport]) -> None:
+    """Raise unless these are reports in a list or a tuple."""
+    if isinstance(reports, LoadReport):
+        raise TypeError(
+            f"`reports` must be a list, one report a layer, got {type(reports).__name__}; "
+            "give `[report]`."
+        )
+    if not isinstance(reports, list | tuple) or not all(isinstance(r, LoadReport) for r in reports):
+        raise TypeError(
+            "`reports` must be a list of what `measure_balance` or `measure_load` returned, "
+            f"got {type(reports).__name__}."
+        )
 
 
 @torch.no_grad()
@@ -118,9 +135,15 @@ def measure_load(
     """Measure the balance of a layer from its sums over tokens, ranks and microbatches.
 
     Args:
-        counts_E: routes requested of each expert, integer or float, not negative.
-        mass_E: normalised scores of each expert, summed over the same tokens; float, any scale.
-        kept_counts_E: those of the routes that were not dropped; None = all were kept.
+        counts_E: routes requested of each expert, integer or float (an average over ranks, say),
+            not negative.
+        mass_E: normalised scores of each expert, summed over the same tokens; float, any scale. Of
+            one batch it is
+
+                scores_TE = torch.where(mask_T[:, None], scores_TE, 0.0)
+                mass_E = (scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=1e-20)).sum(0)
+        kept_counts_E: those of the routes that were not dropped, integer or float, between 0 and
+            `counts_E`; None = all were kept.
         num_ranks: expert-parallel ranks, each of which holds E / num_ranks experts in order.
 
     Returns:
@@ -128,16 +151,22 @@ def measure_load(
         divides by K T, so routes of -1 lower its loss). Nothing is read back from the device.
 
     Raises:
-        TypeError: `num_ranks` is not an int.
-        ValueError: the vectors are not of one length, or `num_ranks` does not divide it.
+        TypeError: a dtype is not as above, or `num_ranks` is not an int.
+        ValueError: the vectors are not of one length and device, `num_ranks` does not divide it, or
+            (read on the CPU only) a value is out of range.
     """
+    _check_counts("counts_E", counts_E)
+    check_tensor("mass_E", mass_E)
+    if not mass_E.is_floating_point():
+        raise TypeError(f"`mass_E` must be a floating-point tensor, got {mass_E.dtype}.")
     if counts_E.ndim != 1 or counts_E.shape != mass_E.shape or not len(counts_E):
         raise ValueError(
             "`counts_E` and `mass_E` must be vectors of one length, "
             f"got {tuple(counts_E.shape)} and {tuple(mass_E.shape)}."
         )
+    check_same_device("mass_E", mass_E, "counts_E", counts_E)
     check_ranks(num_ranks, len(counts_E))
-    check_kept_counts(kept_counts_E, counts_E.shape)
+    check_kept_counts(kept_counts_E, counts_E)
     counts_E, mass_E = counts_E.double(), mass_E.double()
     kept_E = counts_E if kept_counts_E is None else kept_counts_E.double()
     mean_scores_E = mass_E / mass_E.sum().clamp(min=1e-30)
@@ -151,12 +180,30 @@ def check_ranks(num_ranks: int, num_experts: int) -> None:
         raise ValueError(f"`num_ranks` must divide the {num_experts} experts, got {num_ranks}.")
 
 
-def check_kept_counts(kept_counts_E: Tensor | None, shape: torch.Size) -> None:
-    """Raise unless there is one kept count an expert."""
-    if kept_counts_E is not None and kept_counts_E.shape != shape:
+def check_kept_counts(kept_counts_E: Tensor | None, counts_E: Tensor) -> None:
+    """Raise unless there is one kept count an expert, from 0 to what was requested."""
+    if kept_counts_E is None:
+        return
+    _check_counts("kept_counts_E", kept_counts_E)
+    if kept_counts_E.shape != counts_E.shape:
         raise ValueError(
-            f"`kept_counts_E` must have shape {tuple(shape)}, got {tuple(kept_counts_E.shape)}."
+            f"`kept_counts_E` must have shape {tuple(counts_E.shape)}, "
+            f"got {tuple(kept_counts_E.shape)}."
         )
+    check_same_device("kept_counts_E", kept_counts_E, "counts_E", counts_E)
+    if can_read(kept_counts_E, counts_E) and bool((kept_counts_E > counts_E).any()):
+        raise ValueError(
+            "`kept_counts_E` must not exceed the requested routes of any expert, "
+            f"got {kept_counts_E.tolist()} of {counts_E.tolist()}."
+        )
+
+
+def _check_counts(name: str, counts_E: Tensor) -> None:
+    check_tensor(name, counts_E)
+    if counts_E.dtype == torch.bool or counts_E.is_complex():
+        raise TypeError(f"`{name}` must hold numbers of routes, got {counts_E.dtype}.")
+    if can_read(counts_E) and bool((counts_E < 0).any()):
+        raise ValueError(f"`{name}` must not be negative, got {counts_E.tolist()}.")
 
 
 def load_report(
@@ -165,7 +212,8 @@ def load_report(
     """Return the report for f = counts / `slots` and P = `mean_scores_E`, in the dtype of P."""
     num_experts, dtype = len(counts_E), mean_scores_E.dtype
     total = counts_E.sum()
-    some, slots = total.clamp(min=1), slots.clamp(min=1)
+    # Not a clamp: counts may be fractions, as averages over ranks are.
+    some, slots = (torch.where(number > 0, number, 1) for number in (total, slots))
     # E * counts - total is an exact integer: equal loads deviate by exactly 0.
     excess_E = (num_experts * counts_E - total).to(dtype) / num_experts
     deviation_E = excess_E / slots
@@ -201,4 +249,4 @@ def _imbalance(counts_E: Tensor, experts_per_rank: int, dtype: torch.dtype) -> T
     counts_Q = counts_E.view(-1, experts_per_rank).sum(1)
     total = counts_Q.sum()
     largest = counts_Q.max().to(dtype) * len(counts_Q)
-    return torch.where(total > 0, largest / total.clamp(min=1), 1.0)
+    return torch.where(total > 0, largest / torch.where(total > 0, total, 1), 1.0)

@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._impl import launching_on
-
-_MAX_EXPERTS = 1024
-_MAX_TOP_K = 64
+from ._impl import MAX_TOP_K, launching_on, too_many_experts
 
 
 def why_not(logits_TE: Tensor, top_k: int, num_groups: int, topk_groups: int) -> str | None:
@@ -23,10 +20,10 @@ def why_not(logits_TE: Tensor, top_k: int, num_groups: int, topk_groups: int) ->
     E = logits_TE.shape[1]
     if logits_TE.dtype == torch.float64:
         return "its kernels compute in float32, not in float64"
-    if E > _MAX_EXPERTS:
-        return f"its kernels take up to {_MAX_EXPERTS} experts, got {E}"
-    if top_k > _MAX_TOP_K:
-        return f"its kernels select up to {_MAX_TOP_K} experts a token, got {top_k}"
+    if reason := too_many_experts(E):
+        return reason
+    if top_k > MAX_TOP_K:
+        return f"its kernels select up to {MAX_TOP_K} experts a token, got {top_k}"
     if topk_groups < num_groups and (E & (E - 1) or num_groups & (num_groups - 1)):
         return (
             "its kernels limit groups where the experts and the groups are powers of two, "

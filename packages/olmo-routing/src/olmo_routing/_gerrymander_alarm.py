@@ -50,8 +50,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ._checks import check_positive
-from ._expert_load import ROUNDING, LoadReport
+from ._checks import check_number, check_positive
+from ._expert_load import ROUNDING, LoadReport, check_reports
+from ._float32_buffers import Float32Buffers
 
 _LOG_ODDS = math.log(1e9)
 _STANDARD_ERRORS = 5.0
@@ -60,7 +61,7 @@ _LEAST_RISE = 1.05
 _LEAST_WINDOW = 20
 
 
-class GerrymanderAlarm(nn.Module):
+class GerrymanderAlarm(Float32Buffers):
     """Watch the balance reports of layers over a window of steps, on the device.
 
     Args:
@@ -76,10 +77,11 @@ class GerrymanderAlarm(nn.Module):
 
     Attributes:
         history_4WL: float32; N, x, y and imbalance of the window's steps, oldest first; NaN before
-            the first steps. Saved with the model, so that a resumed run keeps its window.
+            the first steps. Saved with the model, so that a resumed run keeps its window. It stays
+            float32 in a model of a lower precision, which cannot count the routes of a step.
 
     Raises:
-        TypeError: a size is not an int.
+        TypeError: a size is not an int, or a threshold not a number.
         ValueError: an argument is out of range.
     """
 
@@ -99,6 +101,8 @@ class GerrymanderAlarm(nn.Module):
         check_positive("num_experts", num_experts)
         check_positive("num_layers", num_layers)
         check_positive("window", window, least=_LEAST_WINDOW)
+        check_number("least_honesty", least_honesty)
+        check_number("least_imbalance", least_imbalance)
         if not 0 <= least_honesty < 1:
             raise ValueError(f"`least_honesty` must be in [0, 1), got {least_honesty}.")
         if not 1 <= least_imbalance < math.inf:
@@ -128,8 +132,10 @@ class GerrymanderAlarm(nn.Module):
             missing: a window with one is not full. A step without routes counts as even.
 
         Raises:
+            TypeError: what is given is not a list or tuple of reports.
             ValueError: there is not one report a layer.
         """
+        check_reports(reports)
         num_layers = self.history_4WL.shape[2]
         if len(reports) != num_layers:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Which implementation runs: the plain-torch reference, or the Triton kernels."""
+"""Which implementation runs: the plain-torch reference, or the Triton kernels, within limits."""
 
 from importlib.util import find_spec
 from typing import Literal, get_args
@@ -6,7 +6,27 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ._transforms import under_transform
+
 Impl = Literal["auto", "reference", "triton"]
+
+MAX_EXPERTS = 1024
+"""Experts that one program of any kernel holds: `_triton/` keeps a row of them in registers."""
+MAX_TOP_K = 64
+"""Experts a token that the gate's kernel selects, one after the other."""
+
+
+def check_impl(impl: Impl) -> None:
+    """Raise ValueError unless the name is one of those that `impl` takes."""
+    if impl not in get_args(Impl):
+        raise ValueError(f"`impl` must be one of {get_args(Impl)}, got {impl!r}.")
+
+
+def too_many_experts(num_experts: int) -> str | None:
+    """Say why the kernels cannot take so many experts, or return None when they can."""
+    if num_experts > MAX_EXPERTS:
+        return f"its kernels take up to {MAX_EXPERTS} experts, got {num_experts}"
+    return None
 
 
 def pick(impl: Impl, device: torch.device, reason: str | None) -> bool:
@@ -20,11 +40,12 @@ def pick(impl: Impl, device: torch.device, reason: str | None) -> bool:
     Raises:
         ValueError: `impl` is unknown, or is "triton" where that cannot run.
     """
-    if impl not in get_args(Impl):
-        raise ValueError(f"`impl` must be one of {get_args(Impl)}, got {impl!r}.")
+    check_impl(impl)
     if impl == "reference" or (impl == "auto" and device.type != "cuda"):
         return False
-    reason = _why_no_kernel(device.type, device.index) or reason
+    if under_transform():
+        reason = "its kernels have no forward mode and no rules for torch.func"
+    reason = reason or _why_no_kernel(device.type, device.index)
     if reason and impl == "triton":
         raise ValueError(
             f"`impl='triton'` cannot run: {reason}; use impl='reference' or impl='auto'."

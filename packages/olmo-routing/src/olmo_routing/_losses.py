@@ -81,7 +81,9 @@ def router_z_loss(logits_TE: Tensor, *, mask_T: Tensor | None = None) -> Tensor:
 
     Returns:
         The loss, differentiable in the logits; 0 with gradients of 0 when no token is real.
-        float64 logits give a float64 loss. A NaN logit of a real token makes it NaN.
+        float64 logits give a float64 loss. A token whose logsumexp is not finite (a NaN or +inf
+        among its logits, or -inf alone) adds 0 and gets a gradient of 0; it counts in the mean.
+        `Routing.bad_tokens` counts those with a NaN or +inf.
 
     Raises:
         TypeError: a dtype is not as above.

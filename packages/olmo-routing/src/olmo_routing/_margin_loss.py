@@ -61,7 +61,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from ._checks import check_mask, check_routed_tokens
+from ._checks import check_bias, check_mask, check_number, check_routed_tokens
 from ._load_window import check_fractions, check_num_sequences
 
 
@@ -85,9 +85,10 @@ def margin_balance_loss(
         mask_T: bool, False = padding, which counts nowhere and may be anything.
         temperature: width of the step over the token's margin, positive and finite. 0.2 gives an
             epsilon of 0.0067; 0.1 of 0.000045.
-        bias_E: what was added to the scores for the selection (`SelectionBias.bias_E`): margins are
-            of score + bias. No gradient. Without it, or with group limits, the law holds for biased
-            ids too, and only the gradient looks at other margins than those that decided.
+        bias_E: what was added to the scores for the selection, `router.selection_bias.bias_E` of a
+            router that has one: margins are of score + bias. No gradient. Without it, or with group
+            limits, the law holds for biased ids too, and only the gradient looks at other margins
+            than those that decided.
         num_sequences: as in `balance_loss`.
         fractions_BE: as in `balance_loss`. The law then holds for the sum over the parts whose
             routes make up these fractions, not for each part.
@@ -113,21 +114,13 @@ def margin_balance_loss(
     check_mask(mask_T, scores_TE)
     check_num_sequences(num_sequences, scores_TE.shape[0])
     check_fractions(fractions_BE, num_sequences, scores_TE)
+    check_number("temperature", temperature)
     if not 0 < temperature < math.inf:
         raise ValueError(f"`temperature` must be positive and finite, got {temperature}.")
-    if bias_E is not None:
-        _check_bias(bias_E, scores_TE)
     scores_TE = scores_TE.to(torch.promote_types(scores_TE.dtype, torch.float32))
+    if bias_E is not None:
+        check_bias(bias_E, scores_TE)
+        bias_E = bias_E.to(scores_TE.dtype)  # a float64 bias must not make the loss float64
     return reference.margin_balance_loss(
         scores_TE, expert_ids_TK, mask_T, num_sequences, temperature, bias_E, fractions_BE
     )
-
-
-def _check_bias(bias_E: Tensor, scores_TE: Tensor) -> None:
-    if not bias_E.is_floating_point():
-        raise TypeError(f"`bias_E` must be a floating-point tensor, got {bias_E.dtype}.")
-    if bias_E.shape != scores_TE.shape[1:] or bias_E.device != scores_TE.device:
-        raise ValueError(
-            f"`bias_E` must have shape {(scores_TE.shape[1],)} on {scores_TE.device}, "
-            f"got {tuple(bias_E.shape)} on {bias_E.device}."
-        )

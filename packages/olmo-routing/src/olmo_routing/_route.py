@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from . import _gate, reference
-from ._checks import check_mask, check_matrix, check_positive
+from ._checks import check_bias, check_mask, check_matrix, check_number, check_positive
 from ._impl import Impl, pick
+from ._pytree import tensor_tree
 
 Gate = Literal["softmax", "softmax_topk", "sigmoid"]
 
 
+@tensor_tree
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
     """Where every token goes.
@@ -70,6 +72,7 @@ class GateOptions:
             raise ValueError(
                 f"`top_k` must be in [1, `num_experts`={self.num_experts}], got {self.top_k}."
             )
+        check_number("route_scale", self.route_scale)
         if not 0 < self.route_scale < math.inf:
             raise ValueError(f"`route_scale` must be positive and finite, got {self.route_scale}.")
         self._check_groups()
@@ -108,7 +111,8 @@ def route(
     """Choose `top_k` experts for each token and weigh them.
 
     Args:
-        logits_TE: any floating dtype; computed in float32, or in float64 when given so.
+        logits_TE: a floating dtype of 16 bits or more; computed in float32, or in float64 when
+            given so.
         top_k: experts a token, in [1, E].
         gate: "softmax" scores an expert against all others, "sigmoid" each for itself.
             "softmax_topk" is the softmax over the selected logits alone, as Mixtral and gpt-oss
@@ -123,11 +127,12 @@ def route(
         topk_groups: a token selects its experts within this many groups, those with the largest sum
             of their two best score + bias (of the one, in groups of one).
         mask_T: bool, False = padding: ids -1, weights 0, not counted.
-        impl: "reference" is plain torch, on any device and to any order of derivatives. "triton" is
+        impl: "reference" is plain torch, on any device, with derivatives of any order and kind
+            (backward, forward mode, `torch.func`). "triton" is
             two kernels forward, one backward and first derivatives: CUDA of compute capability 8.0
             or newer, float32, up to 1024 experts and K of 64, group limits where both numbers are
             powers of two. "auto" is "triton" on CUDA where it can run and "reference" everywhere
-            else.
+            else, in forward mode and under `torch.func` too.
 
     Returns:
         The `Routing` of all T tokens.
@@ -141,7 +146,8 @@ def route(
         Always K distinct experts a token, the lowest id first among equals. A NaN logit ranks below
         -inf and weighs 0; a token of NaN alone selects experts 0..K-1 with weight 0. Logits of +inf
         share the softmax equally. Where every selected expert has score 0 because its logit is -inf
-        or NaN, the weights are 0 and not renormalised. Nothing is read back from the device.
+        or NaN, the weights are 0 and not renormalised. What is NaN or infinite gets a gradient of
+        0. Nothing is read back from the device.
     """
     check_matrix("logits_TE", logits_TE)
     options = GateOptions(
@@ -155,7 +161,7 @@ def route(
     )
     check_mask(mask_T, logits_TE)
     if bias_E is not None:
-        _check_bias(bias_E, logits_TE)
+        check_bias(bias_E, logits_TE)
     return compute_routing(logits_TE, options, bias_E=bias_E, mask_T=mask_T, impl=impl)
 
 
@@ -208,13 +214,3 @@ def compute_routing(
     counts_E = reference.count_routes(expert_ids_TK, options.num_experts)[0].to(torch.int32)
     bad_tokens = reference.count_bad_tokens(logits_TE.detach(), mask_T).to(torch.int32)
     return Routing(expert_ids_TK, weights_TK, scores_TE, counts_E, logits_TE, bad_tokens)
-
-
-def _check_bias(bias_E: Tensor, logits_TE: Tensor) -> None:
-    if not bias_E.is_floating_point():
-        raise TypeError(f"`bias_E` must be a floating-point tensor, got {bias_E.dtype}.")
-    if bias_E.shape != logits_TE.shape[1:] or bias_E.device != logits_TE.device:
-        raise ValueError(
-            f"`bias_E` must have shape {(logits_TE.shape[1],)} on {logits_TE.device}, "
-            f"got {tuple(bias_E.shape)} on {bias_E.device}."
-        )

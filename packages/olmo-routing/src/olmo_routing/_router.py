@@ -11,9 +11,17 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ._checks import check_expert_ids, check_mask, check_matrix, check_positive
-from ._gate_product import gate_product
-from ._impl import Impl
+from ._checks import (
+    check_dtype,
+    check_expert_ids,
+    check_mask,
+    check_matrix,
+    check_number,
+    check_positive,
+    check_same_device,
+)
+from ._gate_product import gate_product, without_autocast
+from ._impl import Impl, check_impl
 from ._route import Gate, GateOptions, Routing, compute_routing
 from ._selection_bias import SelectionBias
 
@@ -38,18 +46,23 @@ class Router(nn.Module):
             [1 - jitter, 1 + jitter]; in [0, 1).
         impl: see `route`.
         device: of the weight.
-        dtype: of the weight.
+        dtype: of the weight, floating of 16 bits or more.
 
     Attributes:
         weight_ED: the gate's weight, at first uniform in +-1/sqrt(D) as that of `nn.Linear`.
 
     Raises:
-        TypeError: a size is not an int.
+        TypeError: a size is not an int, an option not a number, `selection_bias` not a
+            `SelectionBias`, or `dtype` not as above.
         ValueError: an argument is out of range, or the bias is of another number of experts.
 
     Note:
         Backward keeps the input as it came and converts it to float32 again; with `jitter` it keeps
-        the noise and the float32 product, 8 T D bytes. On NVIDIA GPUs float32 means what
+        the noise and the float32 product, 8 T D bytes. Derivatives of any order and kind, as
+        `route` has them; in forward mode and under `torch.func` a float32 copy is kept. A token
+        with a NaN or infinity in it is in `bad_tokens` or has logits of -inf alone, weighs 0 or
+        shares its weights evenly, and gets and gives gradients of 0: the others' gradients are
+        those of a step in which its loss is constant. On NVIDIA GPUs float32 means what
         `torch.set_float32_matmul_precision` says; "highest", torch's default, is true float32.
     """
 
@@ -81,6 +94,15 @@ class Router(nn.Module):
             num_groups=num_groups,
             topk_groups=topk_groups,
         )
+        check_impl(impl)
+        check_number("jitter", jitter)
+        if dtype is not None:
+            check_dtype("dtype", dtype, "dtype")
+        if selection_bias is not None and not isinstance(selection_bias, SelectionBias):
+            raise TypeError(
+                "`selection_bias` must be a `SelectionBias`, "
+                f"got {type(selection_bias).__name__}; `route` takes a tensor, as `bias_E`."
+            )
         if selection_bias is not None and selection_bias.bias_E.numel() != num_experts:
             raise ValueError(
                 f"`selection_bias` must be of `num_experts`={num_experts} experts, "
@@ -128,7 +150,8 @@ class Router(nn.Module):
                 draws K distinct experts a token. The weights are those that the gate gives to the
                 forced experts.
             generator: source of the jitter and of "random"; None = torch's default one, which
-                activation checkpointing restores for a recomputed forward.
+                activation checkpointing restores for a recomputed forward. A graph of
+                `torch.compile` cannot take one: leave it None there and seed torch's own.
 
         Returns:
             The `Routing`; float32, or float64 when the input or the weight is.
@@ -139,7 +162,7 @@ class Router(nn.Module):
                 `force` are given.
         """
         self._check(x_TD, mask_T, expert_ids_TK, force)
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD.device.type):
             logits_TE = self._logits(x_TD, mask_T, generator)
             if force is not None:
                 expert_ids_TK = _forced_experts(logits_TE, self.options, force, mask_T, generator)
@@ -158,9 +181,8 @@ class Router(nn.Module):
     ) -> Tensor:
         if self.training and self.jitter > 0:
             dtype = torch.promote_types(x_TD.dtype, torch.float32)
-            noise_TD = torch.empty_like(x_TD, dtype=dtype).uniform_(
-                1 - self.jitter, 1 + self.jitter, generator=generator
-            )
+            noise_TD = torch.empty_like(x_TD, dtype=dtype)
+            _draw_uniform(noise_TD, 1 - self.jitter, 1 + self.jitter, generator)
             x_TD = x_TD.to(dtype) * noise_TD
         return gate_product(x_TD, self.weight_ED, mask_T)
 
@@ -192,6 +214,7 @@ class Router(nn.Module):
         if force is not None:
             raise ValueError("`force` must be None when `expert_ids_TK` is given, got both.")
         check_expert_ids(expert_ids_TK, self.options.num_experts)
+        check_same_device("expert_ids_TK", expert_ids_TK, "x_TD", x_TD)
         expected = (x_TD.shape[0], self.options.top_k)
         if expert_ids_TK.shape != expected:
             raise ValueError(
@@ -221,9 +244,19 @@ def _forced_experts(
     num_tokens, num_experts = logits_TE.shape
     device = logits_TE.device
     if force == "random":
-        draws_TE = torch.rand(num_tokens, num_experts, generator=generator, device=device)
+        # In a default dtype of bfloat16 many draws would tie, and low ids win.
+        draws_TE = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=device)
+        _draw_uniform(draws_TE, 0.0, 1.0, generator)
         return draws_TE.argsort(dim=1)[:, : options.top_k]
     real_T = torch.ones(num_tokens, dtype=torch.bool, device=device) if mask_T is None else mask_T
     index_T = real_T.cumsum(0) - 1
     slots_K = torch.arange(options.top_k, device=device)
     return (index_T[:, None] * options.top_k + slots_K) % num_experts
+
+
+def _draw_uniform(x: Tensor, low: float, high: float, generator: torch.Generator | None) -> None:
+    """Fill a tensor in place."""
+    if generator is None:  # a graph of dynamic shapes does not take the None itself
+        x.uniform_(low, high)
+    else:
+        x.uniform_(low, high, generator=generator)

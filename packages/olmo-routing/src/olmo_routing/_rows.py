@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from . import reference
-from ._checks import check_expert_ids, check_positive
-from ._impl import Impl, launching_on, pick
-
-_MAX_EXPERTS = 1024
-_MAX_ROWS = 2**31 - 1
+from ._checks import MOST_ROWS, check_expert_ids, check_positive
+from ._impl import Impl, launching_on, pick, too_many_experts
+from ._pytree import tensor_tree
 
 
+@tensor_tree
 @dataclass(frozen=True, slots=True, eq=False)
 class RowPlan:
     """Which row each route takes, and which route lies in each row.
@@ -46,15 +45,16 @@ def plan_rows(
         align: each expert's rows are padded to a multiple of this; an expert without routes takes
             no rows.
         impl: "reference" is plain torch. "triton" is two kernels: CUDA of compute capability 8.0 or
-            newer, up to 1024 experts and 2^31 - 1 rows. "auto" is "triton" on CUDA where it can run
+            newer, up to 1024 experts. "auto" is "triton" on CUDA where it can run
             and "reference" everywhere else.
 
     Returns:
         The `RowPlan`, on the device of the ids.
 
     Raises:
-        TypeError: the ids are not int64.
-        ValueError: a shape or range is not as above, or the named `impl` cannot run. On a GPU an id
+        TypeError: the ids are not an int64 tensor.
+        ValueError: a shape or range is not as above, there would be room for 2^31 rows or more, or
+            the named `impl` cannot run. On a GPU an id
             out of range is a device assertion, because checking it here would wait for the device;
             in a graph of `torch.compile` values are not checked here either.
 
@@ -66,17 +66,14 @@ def plan_rows(
     check_positive("align", align)
     check_expert_ids(expert_ids_TK, num_experts)
     capacity = expert_ids_TK.numel() + num_experts * (align - 1)
-    if pick(impl, expert_ids_TK.device, _why_not(num_experts, capacity)):
+    if capacity > MOST_ROWS:
+        raise ValueError(
+            f"The rows must be at most 2^31 - 1, whose ends are int32, got room for {capacity}; "
+            "give fewer tokens or a smaller `align`."
+        )
+    if pick(impl, expert_ids_TK.device, too_many_experts(num_experts)):
         return RowPlan(*_plan_rows(expert_ids_TK, num_experts, align))
     return RowPlan(*reference.plan_rows(expert_ids_TK, num_experts, align))
-
-
-def _why_not(num_experts: int, capacity: int) -> str | None:
-    if num_experts > _MAX_EXPERTS:
-        return f"its kernels take up to {_MAX_EXPERTS} experts, got {num_experts}"
-    if capacity > _MAX_ROWS:
-        return f"its kernels take up to {_MAX_ROWS} rows, got {capacity}"
-    return None
 
 
 @torch.library.custom_op("olmo_routing::plan_rows", mutates_args=())

@@ -8,17 +8,16 @@ from the unbiased scores, so that the bias never disturbs a gradient. Source: De
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._checks import check_positive
+from ._checks import check_number, check_positive, check_tensor
+from ._float32_buffers import Float32Buffers
 
 
-class SelectionBias(nn.Module):
+class SelectionBias(Float32Buffers):
     """The bias of one layer's router: a float32 buffer that only `update` changes.
 
     Args:
@@ -29,10 +28,11 @@ class SelectionBias(nn.Module):
 
     Attributes:
         bias_E: float32, zeros at first, saved with the model. It stays float32 when the model is
-            moved to a lower precision, in which steps of 0.001 would be lost.
+            moved to a lower precision, in which steps of 0.001 would be lost, and when a checkpoint
+            of another precision is loaded.
 
     Raises:
-        TypeError: `num_experts` is not an int.
+        TypeError: `num_experts` is not an int, or `rate` not a number.
         ValueError: an argument is out of range.
     """
 
@@ -43,6 +43,7 @@ class SelectionBias(nn.Module):
     ) -> None:
         super().__init__()
         check_positive("num_experts", num_experts)
+        check_number("rate", rate)
         if not 0 <= rate < math.inf:
             raise ValueError(f"`rate` must be finite and at least 0, got {rate}.")
         self.rate = rate
@@ -69,6 +70,7 @@ class SelectionBias(nn.Module):
             TypeError: the counts are not integers.
             ValueError: the counts do not have one entry an expert.
         """
+        check_tensor("counts_E", counts_E)
         if counts_E.is_floating_point() or counts_E.dtype == torch.bool or counts_E.is_complex():
             raise TypeError(f"`counts_E` must be an integer tensor, got {counts_E.dtype}.")
         if counts_E.shape != self.bias_E.shape:
@@ -88,10 +90,3 @@ class SelectionBias(nn.Module):
     def extra_repr(self) -> str:
         """Return what `repr` shows."""
         return f"num_experts={self.bias_E.numel()}, rate={self.rate}"
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "SelectionBias":
-        exact = self.bias_E
-        super()._apply(fn, recurse)
-        if self.bias_E.dtype != torch.float32:
-            self.bias_E = exact.to(self.bias_E.device)
-        return self

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from . import reference
-from ._checks import check_positive
-from ._impl import Impl, launching_on, pick
+from ._checks import MOST_ROWS, can_read, check_positive, check_tensor
+from ._impl import Impl, launching_on, pick, too_many_experts
+from ._pytree import tensor_tree
 
-_MAX_EXPERTS = 1024
 
-
+@tensor_tree
 @dataclass(frozen=True, slots=True, eq=False)
 class TilePlan:
     """The tiles of all experts, in the order of their rows.
@@ -41,7 +41,7 @@ def plan_tiles(offsets_E: Tensor, num_rows: int, height: int, *, impl: Impl = "a
     Args:
         offsets_E: int32, the inclusive end of each expert's rows, as in `RowPlan`.
         num_rows: R, the rows that there is room for, at least the last offset.
-        height: rows a tile, at least 1.
+        height: rows a tile, at least 1; with `num_rows` below 2^31, which int32 can add.
         impl: as in `plan_rows`; "triton" is one kernel, for up to 1024 experts.
 
     Returns:
@@ -54,22 +54,26 @@ def plan_tiles(offsets_E: Tensor, num_rows: int, height: int, *, impl: Impl = "a
     """
     check_positive("num_rows", num_rows, least=0)
     check_positive("height", height)
+    if num_rows + height > MOST_ROWS:
+        raise ValueError(
+            f"`num_rows` + `height` must be at most 2^31 - 1, got {num_rows} + {height}; "
+            "no tile need be higher than the rows."
+        )
+    check_tensor("offsets_E", offsets_E, "; give a row plan's `offsets_E`")
     if offsets_E.dtype != torch.int32:
         raise TypeError(f"`offsets_E` must be int32, got {offsets_E.dtype}.")
     if offsets_E.ndim != 1 or offsets_E.numel() == 0:
         raise ValueError(
             f"`offsets_E` must hold one end an expert, got shape {tuple(offsets_E.shape)}."
         )
-    if offsets_E.device.type == "cpu" and not torch.compiler.is_compiling():
+    if can_read(offsets_E):
         ends = [0, *offsets_E.tolist()]
         if ends != sorted(ends) or ends[-1] > num_rows:
             raise ValueError(
                 f"`offsets_E` must not decrease, from 0 to at most `num_rows`={num_rows}, "
                 f"got {ends[1:]}."
             )
-    E = offsets_E.numel()
-    reason = f"its kernel takes up to {_MAX_EXPERTS} experts, got {E}" if E > _MAX_EXPERTS else None
-    if pick(impl, offsets_E.device, reason):
+    if pick(impl, offsets_E.device, too_many_experts(offsets_E.numel())):
         return TilePlan(*_plan_tiles(offsets_E, num_rows, height))
     return TilePlan(*reference.plan_tiles(offsets_E, num_rows, height))
 

@@ -159,10 +159,11 @@ def plan_rows(expert_ids_TK: Tensor, num_experts: int, align: int) -> tuple[Tens
     shift_E = (ends_E - padded_E) - (counts_E.cumsum(0) - counts_E) - absent
     positions_N = torch.arange(num_routes, device=ids_N.device)
     rows_N = torch.where(sorted_N < 0, -1, positions_N + shift_E[sorted_N.clamp(min=0)])
-    rows_TK = torch.empty_like(ids_N).scatter_(0, order_N, rows_N).view_as(expert_ids_TK)
+    # Out of place, which `vmap` has rules for.
+    rows_TK = torch.empty_like(ids_N).scatter(0, order_N, rows_N).view_as(expert_ids_TK)
     capacity = num_routes + num_experts * (align - 1)
     routes = torch.full((capacity + 1,), -1, dtype=torch.int64, device=ids_N.device)
-    routes.scatter_(0, torch.where(rows_N < 0, capacity, rows_N), order_N)
+    routes = routes.scatter(0, torch.where(rows_N < 0, capacity, rows_N), order_N)
     return ends_E.to(torch.int32), rows_TK, routes[:capacity]
 
 
@@ -203,6 +204,20 @@ def admit(requested_SQE: Tensor, capacity: int, policy: str) -> Tensor:
     return kept_QC.view_as(requested_QES).permute(2, 0, 1).to(requested_SQE.dtype).contiguous()
 
 
+def keep_routes(
+    expert_ids_TK: Tensor, kept_counts_E: Tensor, offsets_E: Tensor, rows_TK: Tensor
+) -> Tensor:
+    """Return the ids with -1 for every route but the first `kept` ones of each expert.
+
+    `offsets_E` and `rows_TK` are the plan of these ids without padding: a route's place among those
+    of its expert, in the order of token and slot, is its row less the expert's first row.
+    """
+    starts_E = torch.cat([offsets_E.new_zeros(1), offsets_E[:-1]])
+    index_TK = expert_ids_TK.clamp(min=0)
+    place_TK = rows_TK - starts_E[index_TK]
+    return torch.where(place_TK < kept_counts_E[index_TK], expert_ids_TK, -1)
+
+
 def requested_counts(
     expert_ids_TK: Tensor, num_experts: int, mask_T: Tensor | None, num_sequences: int
 ) -> tuple[Tensor, Tensor]:
@@ -212,7 +227,8 @@ def requested_counts(
     """
     valid_T = _valid(mask_T, expert_ids_TK)
     ids_TK = torch.where(valid_T[:, None], expert_ids_TK, -1)
-    tokens_B = valid_T.view(num_sequences, len(valid_T) // num_sequences).sum(1)
+    length = valid_T.shape[0] // num_sequences  # `len` would make it a constant of an export
+    tokens_B = valid_T.view(num_sequences, length).sum(1)
     return count_routes(ids_TK, num_experts, num_sequences), tokens_B
 
 
@@ -313,9 +329,9 @@ def selection_steps(
     """
     # Column 0 takes the -1s.
     selected = torch.zeros(
-        len(scores_TE), scores_TE.shape[1] + 1, dtype=torch.bool, device=scores_TE.device
+        scores_TE.shape[0], scores_TE.shape[1] + 1, dtype=torch.bool, device=scores_TE.device
     )
-    selected_TE = selected.scatter_(1, expert_ids_TK + 1, True)[:, 1:]
+    selected_TE = selected.scatter(1, expert_ids_TK + 1, True)[:, 1:]
     merit_TE = scores_TE if bias_E is None else scores_TE + bias_E.detach()
     inside_TE = torch.where(selected_TE, merit_TE, math.inf)
     outside_TE = torch.where(selected_TE, -math.inf, merit_TE)
@@ -345,10 +361,11 @@ def selection_steps(
 
 
 def router_z_loss(logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
-    """Return the mean over valid tokens of logsumexp(z)^2."""
+    """Return the mean over valid tokens of logsumexp(z)^2; 0 for one where that is not finite."""
     valid_T = _valid(mask_T, logits_TE)
-    z_T = torch.logsumexp(torch.where(valid_T[:, None], logits_TE, 0.0), 1)
-    return torch.where(valid_T, z_T.square(), 0.0).sum() / valid_T.sum().clamp(min=1)
+    counted_T = valid_T & torch.logsumexp(logits_TE.detach(), 1).isfinite()
+    z_T = torch.logsumexp(torch.where(counted_T[:, None], logits_TE, 0.0), 1)
+    return torch.where(counted_T, z_T.square(), 0.0).sum() / valid_T.sum().clamp(min=1)
 
 
 def _valid(mask_T: Tensor | None, like: Tensor) -> Tensor:
