@@ -52,7 +52,8 @@ def gpu(session: nox.Session) -> None:
     python = shutil.which("python3") or "python3"
     sources = [*sorted(Path("packages").glob("*/src")), *sorted(Path("apps").glob("*/src"))]
     paths = ":".join(str(path) for path in sources)
-    tests = [str(path) for path in sorted(Path("packages").glob("*/tests"))] + ["tests"]
+    tests = [str(path) for path in [*Path().glob("packages/*/tests"), *Path().glob("apps/*/tests")]]
+    tests = [*sorted(tests), "tests"]
     session.run(
         *(python, "-m", "pytest", "-m", "gpu or multigpu", *tests, *session.posargs),
         env={"PYTHONPATH": paths},

@@ -19,7 +19,10 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["verify", "-h"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["train", "--help"], ["verify", "-h"], ["import", "-h"], ["export", "-h"]],
+)
 def test_help_answers_without_torch(arguments):
     code = (
         "import sys; from olmo_trainer.cli import main\n"
@@ -36,7 +39,7 @@ def test_help_answers_without_torch(arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["toyy"], "no recipe or command 'toyy'; recipes: toy, toy-mxfp8, nano; commands: train,"),
+        (["toyy"], "no recipe or command 'toyy'; recipes: toy, toy-mxfp8, nano, olmoe-1b-7b,"),
         (["--set", "modle.d_model=8"], "modle.d_model: no such key"),
         (["--steps", "0"], "steps = 0: input should be greater than or equal to 1"),
         (["--set", "layout.pipeline=2"], "layout.pipeline (2) must divide the number of processes"),

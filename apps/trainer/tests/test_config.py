@@ -8,7 +8,8 @@ def test_every_recipe_is_valid_and_named_by_its_key():
         config = recipe()
         assert config.name == name
         assert apply_overrides(config, []) == config
-        assert config.for_world(1).layout.data == 1
+        world = config.layout.pipeline * config.layout.expert  # the fewest processes
+        assert config.for_world(world).layout.data == config.layout.expert
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,11 @@ def test_every_recipe_is_valid_and_named_by_its_key():
         ("model.moe.top_k=9", r"top_k \(9\) must be at most num_experts \(4\)"),
         ("model.attention.num_heads=3", None),
         ("model.attention.num_kv_heads=3", r"num_kv_heads \(3\) must divide num_heads \(2\)"),
+        ("model.attention.full_every=2", r"full_every \(2\) needs a window"),
+        ("model.attention.window=-1", "greater than or equal to 0"),
+        ("model.attention.qk_norm=none", "input should be 'head' or 'projection'"),
+        ("model.norms=post", "model.norms = 'post': input should be 'peri' or 'pre'"),
+        ("model.moe.route_weights=one", "should be 'mean_one', 'sum_one' or 'scores'"),
         ("layout.expert=3", r"layout.expert \(3\) must divide model.moe.num_experts \(4\)"),
         ("layout.pipeline=5", r"model.num_layers \(4\) must be at least .* \(5\)"),
         ("layout.schedule.kind=interleaved", "needs pipeline >= 2, got pipeline = 1"),
@@ -37,6 +43,11 @@ def test_every_recipe_is_valid_and_named_by_its_key():
         ),
         ("data.source.kind=text_folder", "data.source.path: required, not given"),
         ("data.source.path=/tmp", "data.source.path: no such key for kind = 'standard_library'"),
+        ("data.source.kind=token_files", "data.source.paths: required, not given"),
+        ("data.max_passes=0", "data.max_passes = 0: input should be greater than 0"),
+        ("data.attend=page", "data.attend = 'page': input should be 'sequence' or 'document'"),
+        ("data.filter.kind=x", "data.filter.kind = 'x': must be one of 'none', 'repeats'"),
+        ("data.filter.max_count=9", "data.filter.max_count: no such key for kind = 'none'"),
         ("precision.mxfp8=heads", "precision.mxfp8.0 = 'heads': input should be 'experts' or"),
         ("device=tpu", "device = 'tpu': input should be 'auto', 'cpu' or 'cuda'"),
         ("optimizer.beta1=1", "optimizer.beta1 = 1: input should be less than 1"),
@@ -101,3 +112,48 @@ def test_layout_fits_the_world():
 
 def test_a_folder_may_be_named_by_a_number():
     assert apply_overrides(nano(), ["run.folder=2024"]).run.folder == "2024"
+
+
+def test_which_layers_slide():
+    settings = ["model.attention.window=8", "model.attention.full_every=4"]
+    attention = apply_overrides(nano(), settings).model.attention
+    assert [attention.window_of(layer) for layer in range(8)] == [8, 8, 8, 0, 8, 8, 8, 0]
+    with pytest.raises(ConfigError, match="full_every = 1 leaves no layer sliding"):
+        apply_overrides(nano(), ["model.attention.window=8", "model.attention.full_every=1"])
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ("{}", "data.source.sources: Dictionary should have at least 1 item"),
+        ('{"a": {}}', "data.source.sources.a.source: required, not given"),
+        (
+            '{"a": {"source": {"kind": "token_files", "paths": []}}}',
+            "data.source.sources.a.source.paths = .*at least 1 item",
+        ),
+        (
+            '{"a": {"source": {"kind": "standard_library"}, "weight": 0}}',
+            "data.source.sources.a.weight = 0: input should be greater than 0",
+        ),
+        (
+            '{"a": {"source": {"kind": "mixture"}}}',
+            "data.source.sources.a.source.kind = 'mixture': must be one of 'standard_library'",
+        ),
+    ],
+)
+def test_a_wrong_source_of_a_mixture_is_named(sources, message):
+    with pytest.raises(ConfigError, match=message):
+        apply_overrides(nano(), ["data.source.kind=mixture", f"data.source.sources={sources}"])
+
+
+def test_paths_may_be_words_or_a_list():
+    for paths in ("a,b*.npy", '["a", "b*.npy"]'):
+        config = apply_overrides(
+            nano(), ["data.source.kind=token_files", f"data.source.paths={paths}"]
+        )
+        assert config.data.source.paths == ("a", "b*.npy")
+        assert apply_overrides(config, []) == config
+    source = '{"a": {"source": {"kind": "standard_library"}}}'
+    mixed = apply_overrides(nano(), ["data.source.kind=mixture", f"data.source.sources={source}"])
+    heavier = apply_overrides(mixed, ["data.source.sources.a.weight=2"])
+    assert heavier.data.source.sources["a"].weight == 2

@@ -2,7 +2,7 @@
 
 import pickle
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -84,12 +84,12 @@ def vars_of(batch: Batch) -> list[torch.Tensor]:
 def test_an_epoch_and_the_held_out_side_hold_every_byte_of_the_source_once():
     source = Texts()
     data = load(source)
-    assert (data.num_train_documents, data.num_heldout_documents) == (28, 12)
+    assert data.num_documents == 40
     num_steps = -(-len(data.train) // 12)
     train = rows(*(data.global_batch(step) for step in range(num_steps)))[: len(data.train)]
     heldout = rows(*data.heldout_batches(5, num_replicas=1, replica=0))
     for sequences, dataset in ((train, data.train), (heldout, data.heldout)):
-        stream = dataset.tokens.tolist()
+        (stream,) = (part.tokens.tolist() for part in dataset.parts)
         pairs = Counter(pairwise(stream))
         assert Counter(predicted(sequences)) == pairs
     targets = [target for _, target in predicted(train + heldout)]
@@ -101,7 +101,7 @@ def test_both_sides_hold_their_own_documents():
     data = load()
     decode = ByteTokenizer().decode
     sides = [
-        set(decode(side.tokens, separator="|").strip("|").split("|"))
+        set(decode(side.parts[0].tokens, separator="|").strip("|").split("|"))
         for side in (data.train, data.heldout)
     ]
     assert [len(side) for side in sides] == [28, 12]
@@ -177,7 +177,7 @@ def test_held_out_sequences_come_once_over_all_replicas(batch_sequences, replica
         assert set(targets) == {IGNORE_INDEX}
         assert not any(mask)
     assert len(sequences) - expected < batch_sequences * replicas
-    stream = data.heldout.tokens[: expected * length + 1].tolist()
+    stream = data.heldout.parts[0].tokens[: expected * length + 1].tolist()
     assert predicted(sequences) == list(pairwise(stream))
 
 
@@ -219,7 +219,8 @@ def test_fingerprint_changes_with_anything_that_moves_a_token():
 
 def test_fingerprint_tells_the_two_sides_apart():
     data = load()
-    swapped = TrainData(data.heldout, data.train, data.order, data.tokenizer, 28, 12, {})
+    (part,) = data.parts
+    swapped = TrainData([replace(part, train=part.heldout, heldout=part.train)], data.order)
     assert swapped.fingerprint != data.fingerprint
 
 

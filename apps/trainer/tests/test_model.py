@@ -6,6 +6,7 @@ from olmo_trainer.config import TrainerConfig
 from olmo_trainer.model.attention import rotary_tables, rotate
 from olmo_trainer.model.initialize import initialize
 from olmo_trainer.model.transformer import Transformer
+from olmo_trainer.model.visibility import Visibility
 from olmo_trainer.overrides import apply_overrides
 from olmo_trainer.recipes import nano
 
@@ -39,6 +40,70 @@ def test_a_position_sees_nothing_after_it(model):
     other, _ = model(changed, mask)
     torch.testing.assert_close(whole[:, :9], other[:, :9], rtol=0, atol=1e-5)
     assert (whole[:, 9:] - other[:, 9:]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("settings", [(), ("model.attention.window=4",)])
+def test_documents_of_a_sequence_are_as_if_alone(settings):
+    model = _part(apply_overrides(nano(), settings))
+    tokens, mask = _tokens(2, 16), torch.ones(2, 16, dtype=torch.bool)
+    documents = torch.zeros(2, 16, dtype=torch.int32)
+    documents[0, 5:], documents[0, 11:], documents[1, 8:] = 1, 2, 1
+    packed, routings = model(tokens, mask, documents)
+    pieces = [(0, 0, 5), (0, 5, 11), (0, 11, 16), (1, 0, 8), (1, 8, 16)]
+    counts = {layer: torch.zeros_like(each.counts_E) for layer, each in routings.items()}
+    for row, start, end in pieces:
+        alone, routed = model(tokens[row : row + 1, start:end], mask[:1, start:end])
+        # Positions count on through a sequence: rotations see their differences alone.
+        torch.testing.assert_close(packed[row, start:end], alone[0], rtol=0, atol=2e-5)
+        for layer, each in routed.items():
+            counts[layer] += each.counts_E
+    assert all(torch.equal(counts[layer], each.counts_E) for layer, each in routings.items())
+    joined, _ = model(tokens, mask)
+    assert (joined - packed)[0, 5:].abs().max() > 1e-2
+
+
+def test_sliding_layers_forget_and_full_ones_do_not():
+    tokens, mask = _tokens(1, 16), torch.ones(1, 16, dtype=torch.bool)
+    changed = tokens.clone()
+    changed[0, 0] = (changed[0, 0] + 1) % 257
+
+    def reach(*settings: str) -> list[int]:
+        model = _part(apply_overrides(nano(), settings))
+        moved = (model(tokens, mask)[0] - model(changed, mask)[0]).abs().amax(-1)[0]
+        return (moved > 1e-5).nonzero().flatten().tolist()
+
+    # Four layers of a window of 3 see 4 * 2 positions back; one full layer sees them all.
+    assert max(reach("model.attention.window=3")) == 8
+    mixed = ("model.attention.window=3", "model.attention.full_every=4")
+    assert max(reach(*mixed)) == 15
+    assert reach() == list(range(16))
+
+
+@pytest.mark.parametrize(
+    ("weights", "total"), [("mean_one", 2.0), ("sum_one", 1.0), ("scores", None)]
+)
+def test_route_weights_are_those_of_the_merge_rule(weights, total):
+    model = _part(apply_overrides(nano(), [f"model.moe.route_weights={weights}"]))
+    _, routings = model(_tokens(2, 12), torch.ones(2, 12, dtype=torch.bool))
+    for routing in routings.values():
+        if total is None:
+            chosen = routing.scores_TE.gather(1, routing.expert_ids_TK)
+            assert torch.equal(routing.weights_TK, chosen)
+        else:
+            sums = routing.weights_TK.sum(-1)
+            torch.testing.assert_close(sums, torch.full_like(sums, total))
+
+
+def test_pre_norm_blocks_add_what_their_sublayers_give():
+    plain = _part(apply_overrides(nano(), ["model.norms=pre"]))
+    block, visibility = plain.layers["0"], Visibility(8, torch.device("cpu"))
+    x = torch.randn(2, 8, 32)
+    out, _ = block(x, torch.ones(2, 8, dtype=torch.bool), visibility)
+    h = x + block.attention(block.attention_in_norm(x), visibility)
+    assert torch.equal(out, h + block.feed_forward(block.feed_forward_in_norm(h)))
+    outer = {name for name, _ in _part(nano()).named_parameters() if "out_norm" in name}
+    assert len(outer) == 2 * nano().model.num_layers
+    assert not any("out_norm" in name for name, _ in plain.named_parameters())
 
 
 def test_padding_changes_nothing_for_real_tokens(model):
@@ -79,8 +144,10 @@ def test_grouped_queries_equal_repeated_keys():
         own = attention.get_parameter(name)
         with torch.no_grad():
             parameter.copy_(own if own.shape == parameter.shape else own.repeat(4, 1))
-    x = torch.randn(2, 8, 32)
-    torch.testing.assert_close(attention(x), repeated(x), rtol=1e-5, atol=1e-6)
+    x, visibility = torch.randn(2, 8, 32), Visibility(8, torch.device("cpu"))
+    torch.testing.assert_close(
+        attention(x, visibility), repeated(x, visibility), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_initial_values_do_not_depend_on_the_layout(model):
@@ -124,10 +191,10 @@ def test_mxfp8_touches_experts_and_shared_alone():
     plain, quantised = _part(nano()), _part(config)
     assert plain.state_dict().keys() == quantised.state_dict().keys()
     tokens, mask = _tokens(2, 16), torch.ones(2, 16, dtype=torch.bool)
-    hidden = plain.embedding(tokens)
-    dense = [part.layers["0"](hidden, mask)[0] for part in (plain, quantised)]
+    hidden, visibility = plain.embedding(tokens), Visibility(16, torch.device("cpu"))
+    dense = [part.layers["0"](hidden, mask, visibility)[0] for part in (plain, quantised)]
     assert torch.equal(*dense)
-    first, _ = plain.layers["1"](dense[0], mask)
-    second, _ = quantised.layers["1"](dense[0], mask)
+    first, _ = plain.layers["1"](dense[0], mask, visibility)
+    second, _ = quantised.layers["1"](dense[0], mask, visibility)
     assert not torch.equal(first, second)
     torch.testing.assert_close(first, second, rtol=0.2, atol=0.2)

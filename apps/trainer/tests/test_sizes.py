@@ -2,37 +2,10 @@ import pytest
 import torch
 from olmo_ep_comm import create_dispatcher
 from olmo_trainer.build import build_part
-from olmo_trainer.config import AttentionConfig, ModelConfig, MoEConfig, TrainerConfig
+from olmo_trainer.config import TrainerConfig
 from olmo_trainer.overrides import apply_overrides
 from olmo_trainer.recipes import RECIPES, nano
-from olmo_trainer.sizes import bytes_per_rank, count_parameters, stage_layers
-
-# The report's table 30: width, query width, key width, hidden, layers, dense layers, experts.
-PUBLISHED = {
-    "tiny-64e": ((2048, 2048, 512, 2048, 16, 1, 64), 1.5876e9, 12.912e9),
-    "small-64e": ((2560, 3072, 768, 2560, 32, 1, 64), 4.2941e9, 40.863e9),
-    "medium-64e": ((3072, 4096, 1024, 3072, 39, 2, 64), 7.3719e9, 70.224e9),
-    "medium-128e": ((3072, 4096, 1024, 3072, 39, 2, 128), 7.3792e9, 137.273e9),
-    "large-128e": ((4096, 5120, 1280, 4096, 47, 2, 128), 15.1386e9, 295.989e9),
-    "ultra-256e": ((6144, 8192, 4096, 8192, 63, 2, 256), 58.4067e9, 2379.50e9),
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_counts_reproduce_every_published_digit(name):
-    (width, query, keys, hidden, layers, dense, experts), active, total = PUBLISHED[name]
-    model = ModelConfig(
-        vocab_size=100_352,
-        d_model=width,
-        num_layers=layers,
-        num_dense_layers=dense,
-        dense_hidden=5 * hidden,
-        attention=AttentionConfig(num_heads=query // 128, num_kv_heads=keys // 128, head_dim=128),
-        moe=MoEConfig(num_experts=experts, top_k=4, expert_hidden=hidden, shared_hidden=hidden),
-    )
-    counts = count_parameters(model)
-    assert counts.active == pytest.approx(active, abs=0.6e5)
-    assert counts.total == pytest.approx(total, abs=0.6e7 if total > 1e12 else 0.6e6)
+from olmo_trainer.sizes import bytes_per_rank, count_flops, count_parameters, stage_layers
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -66,3 +39,24 @@ def test_stages_cover_the_layers_in_order():
     config = apply_overrides(nano(), ["layout.pipeline=2"]).for_world(2)
     parts = stage_layers(config)
     assert [layer for part in parts for layer in part] == list(range(config.model.num_layers))
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 16, 40])
+def test_operations_of_attention_are_those_of_the_positions_seen(window):
+    settings = [f"model.attention.window={window}"]
+    if window:
+        settings.append("model.attention.full_every=2")
+    positions, query = 16, nano().model.attention.num_heads * nano().model.attention.head_dim
+    model = apply_overrides(nano(), settings).model
+
+    def operations(wide: int) -> float:
+        pairs = sum(min(at, wide) for at in range(1, positions + 1))
+        # The report counts half of S * S where the pairs are S * (S + 1) / 2.
+        return 12 * query * (pairs - wide / 2) / positions
+
+    wide = min(window or positions, positions)
+    saved = 2 * (operations(positions) - operations(wide))  # two of the four layers slide
+    everything = count_flops(nano().model, positions)
+    assert count_flops(model, positions) == pytest.approx(everything - saved, rel=1e-12)
+    head = 6 * nano().model.d_model * nano().model.vocab_size
+    assert everything > head + 4 * operations(positions)

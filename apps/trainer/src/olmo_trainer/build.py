@@ -99,8 +99,8 @@ def build_part(
             moe.num_experts,
             moe.top_k,
             gate=moe.gate,
-            renormalize=True,
-            route_scale=float(moe.top_k),
+            renormalize=moe.route_weights != "scores",
+            route_scale=float(moe.top_k) if moe.route_weights == "mean_one" else 1.0,
             selection_bias=(
                 SelectionBias(moe.num_experts, moe.bias_rate) if moe.bias_rate else None
             ),
@@ -118,8 +118,14 @@ def build_part(
         return Block(
             model.d_model,
             model.norm_eps,
-            Attention(model.d_model, model.attention, model.norm_eps),
+            Attention(
+                model.d_model,
+                model.attention,
+                model.norm_eps,
+                window=model.attention.window_of(index),
+            ),
             routed() if is_routed else FeedForward(model.d_model, model.dense_hidden),
+            norms=model.norms,
         )
 
     return Transformer(model, layers, block)
@@ -147,6 +153,38 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim >= 2 and name != "embedding.weight"
 
 
+def build_optimizer(
+    config: TrainerConfig,
+    named: list[tuple[str, nn.Parameter]],
+    groups: ReplicaGroups,
+    *,
+    first_expert: int,
+) -> ShardedAdamW:
+    """Return the optimizer of these parameters; collective over the groups.
+
+    Args:
+        config: The run.
+        named: Parameters held here, by global name.
+        groups: Who holds replicas of them.
+        first_expert: Global index of the first expert held here.
+    """
+    adamw = config.optimizer
+    return ShardedAdamW(
+        named,
+        groups,
+        lr=adamw.learning_rate,
+        betas=(adamw.beta1, adamw.beta2),
+        eps=adamw.epsilon,
+        weight_decay=adamw.weight_decay,
+        decay=decays,
+        locations={
+            name: Location((config.model.moe.num_experts, *parameter.shape[1:]), first_expert)
+            for name, parameter in named
+            if is_expert(name)
+        },
+    )
+
+
 def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
     """Build this rank's parts. Collective: every rank of the mesh calls it.
 
@@ -167,22 +205,7 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
         {"dense": mesh.data_group, "experts": mesh.expert_replica_group},
         lambda name, _: "experts" if is_expert(name) else "dense",
     )
-    locations = {
-        name: Location((config.model.moe.num_experts, *parameter.shape[1:]), first_expert)
-        for name, parameter in named
-        if is_expert(name)
-    }
-    adamw = config.optimizer
-    optimizer = ShardedAdamW(
-        named,
-        groups,
-        lr=adamw.learning_rate,
-        betas=(adamw.beta1, adamw.beta2),
-        eps=adamw.epsilon,
-        weight_decay=adamw.weight_decay,
-        decay=decays,
-        locations=locations,
-    )
+    optimizer = build_optimizer(config, named, groups, first_expert=first_expert)
     # After the optimizer took its FP32 main weights, so that they keep every bit of the start.
     dtype = precision_of(config, mesh.device)
     for stage in stages.values():

@@ -25,15 +25,18 @@ from olmo_trainer.checkpoint_manifest import (
     checkpoint_path,
     write_manifest,
 )
+from olmo_trainer.config import TrainerConfig
+from olmo_trainer.mesh import Mesh
 from olmo_trainer.model.transformer import Transformer
 
 
 def state_of(assembly: Assembly) -> dict[str, Any]:
     """Return the live state by global name: optimizer state and selection biases, no copies."""
-    return {**assembly.optimizer.state_dict(), **_bias_shards(assembly.selection_biases)}
+    return {**assembly.optimizer.state_dict(), **bias_shards(assembly.selection_biases)}
 
 
-def _bias_shards(biases: Mapping[int, SelectionBias]) -> dict[str, Any]:
+def bias_shards(biases: Mapping[int, SelectionBias]) -> dict[str, Any]:
+    """Return the selection biases as a checkpoint holds them, by global layer index; no copies."""
     return {f"selection_bias.{layer}": FlatShard(bias.bias_E) for layer, bias in biases.items()}
 
 
@@ -41,22 +44,45 @@ def save_checkpoint(
     assembly: Assembly, run: Path, step: int, *, data_fingerprint: str, versions: dict[str, str]
 ) -> Path:
     """Write the checkpoint of `step` and return its folder. Collective over the world."""
-    mesh, final = assembly.mesh, checkpoint_path(run, step)
+    return write_checkpoint(
+        state_of(assembly),
+        assembly.config,
+        assembly.mesh,
+        checkpoint_path(run, step),
+        step=step,
+        data_fingerprint=data_fingerprint,
+        versions=versions,
+    )
+
+
+def write_checkpoint(
+    state: dict[str, Any],
+    config: TrainerConfig,
+    mesh: Mesh,
+    final: Path,
+    *,
+    step: int,
+    data_fingerprint: str,
+    versions: dict[str, str],
+) -> Path:
+    """Write `state`, this rank's part of the whole, into the folder `final` and return it.
+
+    Collective over the world.
+    """
     partial = final.with_name(final.name + ".partial")
     if mesh.is_main:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     mesh.barrier()
-    state = state_of(assembly)
     with _quiet_alone():
         dcp.save(state, checkpoint_id=partial, no_dist=mesh.world_group is None)
-    elements = _gather_elements(assembly, state)
+    elements = _gather_elements(mesh, state)
     if mesh.is_main:
         files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
         manifest = Manifest(
             path=partial,
             step=step,
-            config=assembly.config,
+            config=config,
             data_fingerprint=data_fingerprint,
             elements=elements,
             files=files,
@@ -75,7 +101,7 @@ def load_checkpoint(assembly: Assembly, manifest: Manifest) -> None:
     Raises:
         CheckpointError: A tensor is missing, extra, or of another shape; on every rank alike.
     """
-    expected = _gather_elements(assembly, state_of(assembly))
+    expected = _gather_elements(assembly.mesh, state_of(assembly))
     for name in sorted(expected.keys() | manifest.elements.keys()):
         here, there = expected.get(name), manifest.elements.get(name)
         if here != there:
@@ -83,7 +109,7 @@ def load_checkpoint(assembly: Assembly, manifest: Manifest) -> None:
                 f"{manifest.path}: tensor {name} has {_elements(there)} there and "
                 f"{_elements(here)} here"
             )
-    state = {**assembly.optimizer.start_loading(), **_bias_shards(assembly.selection_biases)}
+    state = {**assembly.optimizer.start_loading(), **bias_shards(assembly.selection_biases)}
     _read(state, manifest, alone=assembly.mesh.world_group is None)
     assembly.optimizer.finish_loading()
 
@@ -93,7 +119,7 @@ def load_model_state(model: Transformer, manifest: Manifest) -> None:
     state: dict[str, Any] = {
         f"main.{name}": FlatShard(parameter.data) for name, parameter in model.named_parameters()
     }
-    state |= _bias_shards(model.selection_biases)
+    state |= bias_shards(model.selection_biases)
     _read(state, manifest, alone=True)
 
 
@@ -117,12 +143,12 @@ def _quiet_alone() -> Iterator[None]:
         yield
 
 
-def _gather_elements(assembly: Assembly, state: dict[str, Any]) -> dict[str, int]:
+def _gather_elements(mesh: Mesh, state: dict[str, Any]) -> dict[str, int]:
     """Return the number of elements of every global tensor of the whole state, on every rank."""
     elements = {name: tensor.numel() for name, tensor in state.items()}
-    if assembly.mesh.world_group is None:
+    if mesh.world_group is None:
         return elements
-    gathered: list[Any] = [None] * assembly.mesh.world
+    gathered: list[Any] = [None] * mesh.world
     dist.all_gather_object(gathered, elements)
     return {name: count for each in gathered for name, count in each.items()}
 

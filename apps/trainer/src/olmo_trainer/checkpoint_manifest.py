@@ -161,8 +161,11 @@ def check_same_model(manifest: Manifest, model: ModelConfig) -> None:
 
 
 def check_same_data(manifest: Manifest, fingerprint: str) -> None:
-    """Raise `CheckpointError` when the training data is not what the checkpoint's run read."""
-    if manifest.data_fingerprint != fingerprint:
+    """Raise `CheckpointError` when the training data is not what the checkpoint's run read.
+
+    At step 0, as after an import, it has read none yet.
+    """
+    if manifest.step and manifest.data_fingerprint != fingerprint:
         raise CheckpointError(
             f"{manifest.path}: its run trained on other data (fingerprint "
             f"{manifest.data_fingerprint}, now {fingerprint}): the text, data.*, "

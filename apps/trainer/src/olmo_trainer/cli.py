@@ -4,6 +4,9 @@
     uv run apps/trainer verify [RECIPE] [--set a.b=c ...]
     uv run apps/trainer sample CHECKPOINT [--prompt TEXT] [--bytes N] [--temperature X] [--seed N]
     uv run apps/trainer inspect CHECKPOINT
+    uv run apps/trainer prepare TEXT ... --to FOLDER [--tokenizer FILE] [--workers N] ...
+    uv run apps/trainer import FOLDER RUN [RECIPE] [--set a.b=c ...]
+    uv run apps/trainer export CHECKPOINT FOLDER [--dtype TYPE] [--end TOKEN]
     uv run apps/trainer recipes
 
 Exit codes: 0 done, 1 a verification or a run failed, 2 wrong input, 130 stopped and saved.
@@ -23,8 +26,9 @@ if TYPE_CHECKING:
 
     from olmo_trainer.config import TrainerConfig
 
-COMMANDS = ("train", "verify", "sample", "inspect", "recipes")
+COMMANDS = ("train", "verify", "sample", "inspect", "prepare", "import", "export", "recipes")
 DEFAULT_RECIPE = "toy"
+IMPORT_RECIPE = "olmoe-1b-7b"
 EXAMPLES = """\
 training is the default command; `train --help` lists its options:
   uv run apps/trainer                                     the toy, in two minutes
@@ -94,7 +98,13 @@ def _parser() -> argparse.ArgumentParser:
     sample = commands.add_parser("sample", help="continue a text with a checkpoint")
     sample.add_argument("checkpoint", type=Path, help="a run folder or a checkpoint")
     sample.add_argument("--prompt", default="def ", help="text to continue (default: 'def ')")
-    sample.add_argument("--bytes", type=int, default=300, metavar="N", help="default: 300")
+    sample.add_argument(
+        "--bytes",
+        type=int,
+        default=300,
+        metavar="N",
+        help="tokens, of a byte each for bytes; default: 300",
+    )
     sample.add_argument("--temperature", type=float, default=0.7, metavar="X", help="default: 0.7")
     sample.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     sample.set_defaults(run=_sample)
@@ -103,13 +113,30 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("checkpoint", type=Path, help="a run folder or a checkpoint")
     inspect.set_defaults(run=_inspect)
 
+    _add_prepare(commands.add_parser("prepare", help="turn text into token files to train on"))
+
+    bring = commands.add_parser("import", help="begin a run with weights of Hugging Face's format")
+    bring.add_argument("folder", type=Path, help="config.json and safetensors: OLMoE, Qwen3-MoE")
+    bring.add_argument("run_folder", type=Path, metavar="run", help="the run's folder, a new one")
+    _add_config(bring, default=IMPORT_RECIPE)
+    bring.set_defaults(run=_import)
+
+    export = commands.add_parser("export", help="write a checkpoint for transformers")
+    export.add_argument("checkpoint", type=Path, help="a run folder or a checkpoint")
+    export.add_argument("folder", type=Path, help="what to write, a new one")
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    export.add_argument(
+        "--end", type=int, metavar="TOKEN", help="ends a text (default: what the run says)"
+    )
+    export.set_defaults(run=_export)
+
     recipes = commands.add_parser("recipes", help="list the recipes")
     recipes.set_defaults(run=_recipes)
     return parser
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", nargs="?", help=f"see `recipes` (default: {DEFAULT_RECIPE})")
+def _add_config(parser: argparse.ArgumentParser, default: str = DEFAULT_RECIPE) -> None:
+    parser.add_argument("recipe", nargs="?", help=f"see `recipes` (default: {default})")
     parser.add_argument(
         "--set",
         action="append",
@@ -118,6 +145,34 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="change one value of the config, as batch.sequences=8; repeatable",
     )
+
+
+def _add_prepare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="TEXT",
+        help="files or folders: plain text, JSON lines (.gz, .zst) or Parquet",
+    )
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="a new folder")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json (default: bytes)"
+    )
+    parser.add_argument(
+        "--end-of-document", metavar="TOKEN", help="ends each document (default: the usual one)"
+    )
+    parser.add_argument("--field", default="text", help="of a line or row (default: text)")
+    parser.add_argument(
+        "--pattern",
+        action="append",
+        default=[],
+        help="names of a folder's files, as '*.md'; repeatable (default: by the usual suffixes)",
+    )
+    parser.add_argument(
+        "--file-tokens", type=int, default=2**28, metavar="N", help="of a token file, about"
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: all cores)")
+    parser.set_defaults(run=_prepare)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -156,9 +211,10 @@ def _train(options: argparse.Namespace) -> int:
     if outcome is None:
         assert resume is not None, "only a resumed run can have nothing to do"
         if _speaks():
+            more = "--steps N" if resume.step >= config.steps else "the data end; data.max_passes=N"
             console.print(
                 f"{resume.path}: already at step {resume.step} of {config.steps}; nothing to do "
-                "(--steps N for more)",
+                f"({more} for more)",
                 soft_wrap=True,
             )
         return 0
@@ -188,6 +244,7 @@ def _sample(options: argparse.Namespace) -> int:
                 f"--{name} must be in [{least}, {most:g}], got {getattr(options, name)}"
             )
     manifest = read_manifest(find_checkpoint(options.checkpoint))
+    from olmo_trainer.open_data import open_tokenizer
     from olmo_trainer.sample import continue_text, load_model
 
     text = continue_text(
@@ -195,6 +252,7 @@ def _sample(options: argparse.Namespace) -> int:
         options.prompt,
         options.bytes,
         context=manifest.config.data.sequence_length,
+        tokenizer=open_tokenizer(manifest.config),
         temperature=options.temperature,
         seed=options.seed,
     )
@@ -207,6 +265,63 @@ def _inspect(options: argparse.Namespace) -> int:
     from olmo_trainer.describe import print_manifest
 
     print_manifest(read_manifest(find_checkpoint(options.checkpoint)), _console())
+    return 0
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from olmo_trainer.prepare import PrepareOptions
+    from olmo_trainer.prepare.command import run
+
+    settings = PrepareOptions(
+        options.tokenizer, options.end_of_document, options.field, options.file_tokens
+    )
+    try:
+        run(
+            options.inputs,
+            options.to,
+            settings,
+            patterns=options.pattern,
+            num_workers=options.workers,
+            console=_console(),
+        )
+    except KeyboardInterrupt:
+        _complain("stopped; the same command goes on")
+        return STOPPED
+    except (OSError, RuntimeError) as error:  # a full disk, a killed process
+        _complain(f"error: {error}; the same command goes on")
+        return 1
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    from olmo_trainer.hugging_face.architecture import ArchitectureError, from_hugging_face
+    from olmo_trainer.hugging_face.configuration_files import configure, read_fields
+
+    recipe = _recipe(options.recipe or IMPORT_RECIPE)
+    try:
+        model = from_hugging_face(read_fields(options.folder))
+    except ArchitectureError as error:
+        raise ValueError(f"{options.folder / 'config.json'}: {error}") from None
+    config = configure(recipe, options.settings, model)
+    from olmo_trainer.hugging_face.import_run import import_checkpoint
+
+    checkpoint = import_checkpoint(options.folder, options.run_folder, config)
+    _console().print(f"{checkpoint}\ntrain it: --resume {options.run_folder}", soft_wrap=True)
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from olmo_trainer.checkpoint_manifest import find_checkpoint, read_manifest
+
+    manifest = read_manifest(find_checkpoint(options.checkpoint))
+    from olmo_trainer.hugging_face.export_run import export_checkpoint
+
+    family = export_checkpoint(manifest, options.folder, dtype=options.dtype, end=options.end)
+    trust = ", trust_remote_code=True" if family == "olmo_trainer" else ""
+    _console().print(
+        f"{family}: AutoModelForCausalLM.from_pretrained({str(options.folder)!r}{trust})",
+        soft_wrap=True,
+    )
     return 0
 
 

@@ -23,12 +23,21 @@ class Config(BaseModel):
 
 
 class AttentionConfig(Config):
-    """Grouped-query attention with rotary positions and per-head q/k norm."""
+    """Grouped-query attention with rotary positions and q/k norm; some layers may be sliding."""
 
     num_heads: int = Field(default=4, ge=1)
     num_kv_heads: int = Field(default=2, ge=1)
     head_dim: int = Field(default=32, ge=2, multiple_of=2)
     rope_theta: float = Field(default=10_000.0, gt=0)
+    qk_norm: Literal["head", "projection"] = Field(
+        default="head", description="head = each head for itself; projection = all heads as one"
+    )
+    window: int = Field(
+        default=0, ge=0, description="positions a sliding layer sees, its own included; 0 = all"
+    )
+    full_every: int = Field(
+        default=0, ge=0, description="every n-th layer sees all positions; 0 = none does"
+    )
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -38,12 +47,28 @@ class AttentionConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _windows_agree(self) -> Self:
+        if self.full_every and not self.window:
+            raise ValueError(
+                f"full_every ({self.full_every}) needs a window; without one every layer sees all "
+                "positions: set window, or full_every = 0"
+            )
+        if self.full_every == 1:
+            raise ValueError("full_every = 1 leaves no layer sliding; set window = 0 instead")
+        return self
+
+    def window_of(self, layer: int) -> int:
+        """Return the window of a layer by its global index from 0; 0 = all positions."""
+        is_full = self.full_every and (layer + 1) % self.full_every == 0
+        return 0 if is_full else self.window
+
 
 class MoEConfig(Config):
-    """A routed layer: `num_experts` experts, `top_k` a token, and one shared expert.
+    """A routed layer: `num_experts` experts, `top_k` a token, and perhaps one shared expert.
 
-    The merge rule is the report's (section 21): routed weights `top_k * p` with `p` renormalised
-    over the selected experts, shared expert 1.
+    The merge rule `mean_one` is the report's (section 21): weights `top_k * p` with `p`
+    renormalised over the selected experts, so that each is 1 in the mean, as the shared expert is.
     """
 
     num_experts: int = Field(default=8, ge=1)
@@ -51,6 +76,10 @@ class MoEConfig(Config):
     expert_hidden: int = Field(default=128, ge=8, multiple_of=8)
     shared_hidden: int = Field(default=128, ge=0, multiple_of=8, description="0 = no shared expert")
     gate: Literal["softmax", "sigmoid"] = "softmax"
+    route_weights: Literal["mean_one", "sum_one", "scores"] = Field(
+        default="mean_one",
+        description="of a token's experts: renormalised to mean 1 or to sum 1, or the plain scores",
+    )
     balance_loss: float = Field(
         default=0.01, ge=0, description="coefficient of each layer's balance loss"
     )
@@ -72,13 +101,16 @@ class MoEConfig(Config):
 
 
 class ModelConfig(Config):
-    """The report's block: peri-norm, dense blocks first, then routed blocks, untied head."""
+    """A decoder: dense blocks first, then routed blocks, untied head; by default the report's."""
 
     vocab_size: int = Field(default=257, ge=2)
     d_model: int = Field(default=128, ge=8, multiple_of=8)
     num_layers: int = Field(default=4, ge=1)
     num_dense_layers: int = Field(default=1, ge=0)
     dense_hidden: int = Field(default=384, ge=8, multiple_of=8)
+    norms: Literal["peri", "pre"] = Field(
+        default="peri", description="peri = before and after each sublayer; pre = before it"
+    )
     norm_eps: float = Field(default=1e-6, gt=0)
     attention: AttentionConfig = AttentionConfig()
     moe: MoEConfig = MoEConfig()
@@ -119,13 +151,83 @@ class TextFolderSource(Config):
     pattern: str = Field(default="*.txt", min_length=1)
 
 
-SourceConfig = Annotated[StandardLibrarySource | TextFolderSource, Field(discriminator="kind")]
+class TokenFilesSource(Config):
+    """Token files: folders that `prepare` wrote, or OLMo-core's memory maps."""
+
+    kind: Literal["token_files"] = "token_files"
+    paths: tuple[str, ...] = Field(min_length=1, description="files, folders or patterns")
+    dtype: Literal["auto", "uint16", "uint32"] = Field(
+        default="auto", description="auto = what the manifest or the header says"
+    )
+    end_of_document: int | None = Field(
+        default=None, ge=0, description="id that ends a document; none = what the manifest says"
+    )
+    check: Literal["all", "sampled"] = Field(
+        default="all", description="how much of files without a manifest is read before training"
+    )
+
+    @field_validator("paths", mode="before")
+    @classmethod
+    def _split_words(cls, value: object) -> object:
+        return [word for word in value.split(",") if word] if isinstance(value, str) else value
+
+
+PlainSourceConfig = Annotated[
+    StandardLibrarySource | TextFolderSource | TokenFilesSource, Field(discriminator="kind")
+]
+
+
+class IngredientConfig(Config):
+    """A source of a mixture."""
+
+    source: PlainSourceConfig
+    weight: float = Field(default=1.0, gt=0, description="relative to the other sources'")
+    max_passes: float | None = Field(
+        default=None, gt=0, description="most times it is read; none = data.max_passes"
+    )
+
+
+class MixtureSource(Config):
+    """Several sources, by name, each with a weight."""
+
+    kind: Literal["mixture"] = "mixture"
+    sources: dict[Annotated[str, Field(min_length=1)], IngredientConfig] = Field(min_length=1)
+
+
+SourceConfig = Annotated[
+    StandardLibrarySource | TextFolderSource | TokenFilesSource | MixtureSource,
+    Field(discriminator="kind"),
+]
+
+
+class NoFilter(Config):
+    """Train on every sequence."""
+
+    kind: Literal["none"] = "none"
+
+
+class RepeatsFilter(Config):
+    """Leave out sequences in which a short pattern stands many times in a row."""
+
+    kind: Literal["repeats"] = "repeats"
+    max_period: int = Field(default=13, ge=1, description="longest pattern, in tokens")
+    max_count: int = Field(default=32, ge=2, description="times in a row that are too many")
+
+
+FilterConfig = Annotated[NoFilter | RepeatsFilter, Field(discriminator="kind")]
 
 
 class DataConfig(Config):
     """Which text, and how it is held out and packed."""
 
     source: SourceConfig = StandardLibrarySource()
+    max_passes: float | None = Field(
+        default=None, gt=0, description="most times any text is read; none = without end"
+    )
+    attend: Literal["sequence", "document"] = Field(
+        default="sequence", description="document = no token sees another document's"
+    )
+    filter: FilterConfig = NoFilter()
     sequence_length: int = Field(default=256, ge=2)
     heldout_fraction: float = Field(default=0.05, gt=0, lt=1)
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from olmo_trainer.checkpoint_manifest import Manifest
 from olmo_trainer.config import TrainerConfig
 from olmo_trainer.recipes import RECIPES
-from olmo_trainer.sizes import bytes_per_rank, count_parameters, layers_of_ranks
+from olmo_trainer.sizes import bytes_per_rank, count_flops, count_parameters, layers_of_ranks
 
 if TYPE_CHECKING:
     from olmo_trainer.verify import Verdict
@@ -20,7 +20,9 @@ def print_config(config: TrainerConfig, console: Console) -> None:
     for key, value in flatten(config.model_dump(mode="json")):
         console.print(f"{key} = {value}", soft_wrap=True)
     counts, layout = count_parameters(config.model), config.layout
+    flops = count_flops(config.model, config.data.sequence_length)
     console.print(f"\nparameters  {counts.total:,} total, {counts.active:,} active a token")
+    console.print(f"operations  {flops:,.0f} a token, forward and backward")
     console.print(
         f"layout      data {layout.data} x expert {layout.expert} x pipeline {layout.pipeline}",
     )

@@ -7,7 +7,9 @@ from rich.console import Console
 
 from olmo_trainer.checkpoint_manifest import read_manifest
 from olmo_trainer.config import TrainerConfig
+from olmo_trainer.data import ByteTokenizer, Tokenizer
 from olmo_trainer.metrics import METRICS, StepRecord, bits_per_byte, read_metrics
+from olmo_trainer.open_data import open_tokenizer
 from olmo_trainer.report import write_report
 from olmo_trainer.sample import continue_text, load_model
 from olmo_trainer.sizes import count_parameters
@@ -31,17 +33,28 @@ def conclude(
         folder: The run's folder, with its metrics.
         checkpoint: The last checkpoint; the continuation comes from it.
         step: Steps done.
-        heldout_loss: After the last step, in nats a byte.
+        heldout_loss: After the last step, in nats a token.
         facts: What it ran on, for the report.
         console: Where to print.
     """
-    bits, sample = bits_per_byte(heldout_loss), ""
-    console.print(f"\nheld-out loss {heldout_loss:.4f} nats a byte, {bits:.4f} bits a byte")
-    if config.run.sample_bytes:
+    tokenizer, sample = _tokenizer(config, console), ""
+    summary: dict[str, object] = {"heldout_loss": heldout_loss}
+    if isinstance(tokenizer, ByteTokenizer):
+        bits = bits_per_byte(heldout_loss)
+        summary["bits_per_byte"] = bits
+        console.print(f"\nheld-out loss {heldout_loss:.4f} nats a byte, {bits:.4f} bits a byte")
+    else:
+        console.print(f"\nheld-out loss {heldout_loss:.4f} nats a token")
+    if config.run.sample_bytes and tokenizer is not None:
         context = config.data.sequence_length
         model = load_model(read_manifest(checkpoint))
         sample = PROMPT + continue_text(
-            model, PROMPT, config.run.sample_bytes, context=context, seed=config.seed
+            model,
+            PROMPT,
+            config.run.sample_bytes,
+            context=context,
+            tokenizer=tokenizer,
+            seed=config.seed,
         )
         console.print(f"\n{sample}\n", soft_wrap=True)
     records = read_metrics(folder / METRICS)
@@ -53,8 +66,7 @@ def conclude(
         title=config.name,
         config=config.model_dump(mode="json"),
         summary={
-            "heldout_loss": heldout_loss,
-            "bits_per_byte": bits,
+            **summary,
             "tokens_per_second": tokens / seconds,
             "parameters_total": counts.total,
             "parameters_active": counts.active,
@@ -69,3 +81,12 @@ def conclude(
     )
     console.print(f"checkpoint {checkpoint}\nreport     {report}", soft_wrap=True)
     return report
+
+
+def _tokenizer(config: TrainerConfig, console: Console) -> Tokenizer | None:
+    """Return the tokenizer of the run's text; `None` and a word rather than an error at the end."""
+    try:
+        return open_tokenizer(config)
+    except ValueError as error:
+        console.print(f"no sample: {error}", soft_wrap=True)
+        return None

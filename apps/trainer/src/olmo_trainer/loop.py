@@ -37,7 +37,7 @@ from olmo_trainer.metrics import (
     RunHeader,
     StepRecord,
 )
-from olmo_trainer.open_data import open_data
+from olmo_trainer.open_data import end_with_data, open_data
 from olmo_trainer.progress import Progress
 from olmo_trainer.run_folder import claim_folder, prepare_folder
 from olmo_trainer.sizes import count_parameters
@@ -73,6 +73,7 @@ def train(config: TrainerConfig, *, resume: Manifest | None, console: Console) -
     """
     device = pick_device(config)
     data = open_data(config)
+    config = end_with_data(config, data)
     if resume is not None:
         check_same_model(resume, config.model)
         check_same_data(resume, data.fingerprint)
@@ -139,7 +140,7 @@ class _Run:
         with progress, stop_requests() as stop:
             self._write(RunHeader(step=first, info=self._header()))
             if first == 0:
-                progress.say(f"before training: held-out {self._hold_out(0):.4f} nats a byte")
+                progress.say(f"before training: held-out {self._hold_out(0):.4f} nats a token")
             for step in range(first + 1, num_steps + 1):
                 record, stopping = self._step(step, stop)
                 stopped = stopping and step < num_steps
@@ -243,12 +244,15 @@ class _Run:
         where = f"{self.mesh.device}, {str(self.assembly.dtype).removeprefix('torch.')}"
         self.console.print(
             f"{self.config.name}: {counts.total:,} parameters, {counts.active:,} active a token; "
-            f"{self.data.num_train_documents} documents, {len(self.data.train):,} sequences of "
-            f"{self.config.data.sequence_length}; data {layout.data} x expert {layout.expert} x "
-            f"pipeline {layout.pipeline} on {where}"
+            f"{self.data.describe(self.config.steps)}; data {layout.data} x expert {layout.expert} "
+            f"x pipeline {layout.pipeline} on {where}"
             + (f"; continuing {self.folder} after step {step}" if step else ""),
             soft_wrap=True,
         )
+        if self.data.order.max_steps == self.config.steps:
+            self.console.print(
+                f"the data end after step {self.config.steps}: no more passes are allowed"
+            )
         if self.data.skipped:
             name, reason = next(iter(self.data.skipped.items()))
             self.console.print(

@@ -89,7 +89,9 @@ def create_mesh(layout: LayoutConfig, device: torch.device) -> Mesh:
         for other in range(world):
             members.setdefault(key(other), []).append(other)
         made = {name: dist.new_group(ranks) for name, ranks in members.items()}
-        return made[key(rank)]
+        own = made[key(rank)]
+        assert isinstance(own, dist.ProcessGroup), "a rank is a member of each group it keeps"
+        return own
 
     return Mesh(
         rank=rank,

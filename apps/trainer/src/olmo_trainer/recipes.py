@@ -7,12 +7,14 @@ from olmo_trainer.config import (
     AttentionConfig,
     BatchConfig,
     DataConfig,
+    LayoutConfig,
     ModelConfig,
     MoEConfig,
     PrecisionConfig,
     RunConfig,
     TrainerConfig,
 )
+from olmo_trainer.report_family import report_recipes
 
 
 def toy() -> TrainerConfig:
@@ -53,8 +55,45 @@ def nano() -> TrainerConfig:
     )
 
 
+def olmoe_1b_7b() -> TrainerConfig:
+    """OLMoE-1B-7B (arXiv 2409.02060): the start of `import`, and a model to train from nothing."""
+    return TrainerConfig(
+        name="olmoe-1b-7b",
+        steps=10_000,
+        model=ModelConfig(
+            vocab_size=50_304,
+            d_model=2048,
+            num_layers=16,
+            num_dense_layers=0,
+            norms="pre",
+            norm_eps=1e-5,
+            attention=AttentionConfig(
+                num_heads=16, num_kv_heads=16, head_dim=128, qk_norm="projection"
+            ),
+            moe=MoEConfig(
+                num_experts=64,
+                top_k=8,
+                expert_hidden=1024,
+                shared_hidden=0,
+                route_weights="scores",
+                balance_loss=0.01,
+                balance_scope="microbatch",
+                z_loss=1e-3,
+                bias_rate=0.0,
+            ),
+        ),
+        data=DataConfig(sequence_length=4096),
+        batch=BatchConfig(sequences=1024, accumulation=32),
+        optimizer=AdamWConfig(learning_rate=4e-4, warmup_steps=2500),
+        layout=LayoutConfig(expert=8),
+        run=RunConfig(save_every=1000, heldout_every=1000),
+    )
+
+
 RECIPES: dict[str, Callable[[], TrainerConfig]] = {
     "toy": toy,
     "toy-mxfp8": toy_mxfp8,
     "nano": nano,
+    "olmoe-1b-7b": olmoe_1b_7b,
+    **report_recipes(),
 }

@@ -9,8 +9,10 @@ from olmo_ep_comm import create_dispatcher
 from olmo_trainer.build import build_part
 from olmo_trainer.checkpoint import load_model_state
 from olmo_trainer.checkpoint_manifest import Manifest
-from olmo_trainer.data import ByteTokenizer
+from olmo_trainer.data import ByteTokenizer, Tokenizer
 from olmo_trainer.model.transformer import Transformer
+
+_BYTES = ByteTokenizer()
 
 
 def load_model(manifest: Manifest) -> Transformer:
@@ -26,27 +28,28 @@ def load_model(manifest: Manifest) -> Transformer:
 def continue_text(
     model: Transformer,
     prompt: str,
-    num_bytes: int,
+    num_tokens: int,
     *,
     context: int,
+    tokenizer: Tokenizer = _BYTES,
     temperature: float = 0.7,
     seed: int = 0,
 ) -> str:
-    """Return `num_bytes` sampled bytes that follow `prompt`, as text.
+    """Return `num_tokens` sampled tokens that follow `prompt`, as text.
 
     Args:
         model: A whole model.
         prompt: Text to continue; empty starts a new document.
-        num_bytes: Most bytes to draw; the end of the document ends the text earlier.
+        num_tokens: Most tokens to draw; the end of the document ends the text earlier.
         context: Positions the model was trained on; older ones are forgotten.
-        temperature: Divides the logits; 0 takes the likeliest byte.
+        tokenizer: That of the text the model was trained on; bytes unless given.
+        temperature: Divides the logits; 0 takes the likeliest token.
         seed: Of the draw.
     """
-    tokenizer = ByteTokenizer()
     generator = torch.Generator().manual_seed(seed)
     tokens = [tokenizer.end_of_document, *tokenizer.encode(prompt).tolist()]
     start = len(tokens)
-    for _ in range(num_bytes):
+    for _ in range(num_tokens):
         window = torch.tensor([tokens[-context:]])
         logits, _ = model(window, torch.ones_like(window, dtype=torch.bool))
         last = logits[0, -1, : tokenizer.vocab_size].float()

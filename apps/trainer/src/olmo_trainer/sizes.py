@@ -48,7 +48,9 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
     D, attention, moe = model.d_model, model.attention, model.moe
     query = attention.num_heads * attention.head_dim
     keys = attention.num_kv_heads * attention.head_dim
-    mixing = 2 * D * (query + keys) + 2 * attention.head_dim + 4 * D  # with the six norms
+    per_head = attention.qk_norm == "head"
+    qk_norms = 2 * attention.head_dim if per_head else query + keys
+    mixing = 2 * D * (query + keys) + qk_norms + (4 if model.norms == "peri" else 2) * D
     routed = D * moe.num_experts + 3 * D * moe.shared_hidden
     dense = tuple(
         mixing + (routed if layer in model.moe_layers else 3 * D * model.dense_hidden)
@@ -63,6 +65,28 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
         top_k=moe.top_k,
         num_moe_layers=len(model.moe_layers),
     )
+
+
+def count_flops(model: ModelConfig, sequence_length: int) -> float:
+    """Return the useful floating-point operations of a token, forward and backward.
+
+    The report's accounting (section 14): 6 for each weight that a token meets in a product, and
+    `12 * query width * positions seen` for attention, of which a position sees half of what is
+    before it in the mean, or its window. The embedding's look-up, norms, recompute, padding and
+    inactive experts count nothing.
+    """
+    D, attention, moe, S = model.d_model, model.attention, model.moe, sequence_length
+    query = attention.num_heads * attention.head_dim
+    keys = attention.num_kv_heads * attention.head_dim
+    routed = D * moe.num_experts + 3 * D * (moe.top_k * moe.expert_hidden + moe.shared_hidden)
+    total = 6.0 * D * model.vocab_size
+    for layer in range(model.num_layers):
+        window = min(attention.window_of(layer) or S, S)
+        seen_twice = 2 * window - window * window / S  # twice the mean; S when all is seen
+        weights = 2 * D * (query + keys)
+        weights += routed if layer in model.moe_layers else 3 * D * model.dense_hidden
+        total += 6 * weights + 6 * query * seen_twice
+    return total
 
 
 def head_cost_in_layers(model: ModelConfig) -> float:

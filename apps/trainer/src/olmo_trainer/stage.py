@@ -49,7 +49,7 @@ class Stage(nn.Module):
         """
         batch = microbatch.batch
         x = batch.tokens_BS if hidden is None else hidden
-        output, routings = self.part(x, batch.mask_BS)
+        output, routings = self.part(x, batch.mask_BS, batch.documents_BS)
         auxiliary = self._auxiliary(routings, microbatch) if torch.is_grad_enabled() else None
         if self.part.is_last:
             total = F.cross_entropy(

@@ -113,7 +113,7 @@ def verify(
     scenarios = {name: make_scenario(batch, name, pad_id=0) for name in SCENARIOS}
     alone = [Case((1, 1, 1), 1, name) for name in SCENARIOS]
     measured = run_local_ranks(measure_cases, 1, config, alone, scenarios)[0]
-    references = dict(zip(SCENARIOS, measured, strict=True))
+    references = dict[str, Measured](zip(SCENARIOS, measured, strict=True))
     expects_auxiliary = config.model.moe_layers and has_auxiliary_gradient(config.model.moe)
     for each in measured:
         if expects_auxiliary and not _flat(each.auxiliary_gradients).norm() > NOISE * each.norm:
@@ -192,6 +192,7 @@ def make_scenario(batch: Batch, name: str, *, pad_id: int) -> Batch:
         tokens_BS=batch.tokens_BS.masked_fill(~real, pad_id),
         targets_BS=batch.targets_BS.masked_fill(~predicts, -100),
         mask_BS=real,
+        documents_BS=batch.documents_BS,
     )
 
 
@@ -229,16 +230,18 @@ def measure(config: TrainerConfig, batch: Batch) -> Measured:
 
 def split_batch(batch: Batch, parts: int) -> list[Batch]:
     """Cut a batch into `parts` batches of as many sequences each."""
-    columns = (batch.tokens_BS, batch.targets_BS, batch.mask_BS)
+    columns = [batch.tokens_BS, batch.targets_BS, batch.mask_BS]
+    if batch.documents_BS is not None:
+        columns.append(batch.documents_BS)
     return [Batch(*each) for each in zip(*(column.chunk(parts) for column in columns), strict=True)]
 
 
 def gather_gradients(assembly: Assembly) -> dict[str, torch.Tensor]:
     """Return every parameter's reduced gradient, whole, on every rank."""
-    mine = {
-        (name, assembly.mesh.expert if is_expert(name) else 0): parameter.main_grad.clone()
-        for name, parameter in assembly.parameters
-    }
+    mine: dict[tuple[str, int], torch.Tensor] = {}
+    for name, parameter in assembly.parameters:
+        gradient = parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue] - the reducer's
+        mine[name, assembly.mesh.expert if is_expert(name) else 0] = gradient.clone()
     shards = {key: value for each in _everywhere(mine) for key, value in each.items()}
     names = dict.fromkeys(name for name, _ in sorted(shards))
     return {

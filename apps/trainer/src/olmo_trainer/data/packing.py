@@ -14,6 +14,7 @@ exactly once, whatever S. The last window may be short; it is padded, never drop
 Shapes: B sequences, S sequence length.
 """
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from olmo_trainer.data.seeded import seeded_hash
-from olmo_trainer.data.sources import Document
-from olmo_trainer.data.tokens import Tokenizer
+from olmo_trainer.text import Document, Tokenizer, token_dtype
 
 
 def split_documents(
@@ -60,16 +60,17 @@ def split_documents(
 
 def token_stream(
     documents: Iterable[Document], tokenizer: Tokenizer, *, seed: int
-) -> NDArray[np.uint16]:
+) -> NDArray[np.unsignedinteger]:
     """Join documents, shuffled by the seed, into one stream of tokens.
 
     Returns:
-        uint16 (N,): an end of document, then each document with an end after it.
+        uint16 or uint32 (N,), as the vocabulary needs: an end of document, then each document with
+        an end after it.
     """
-    end = np.array([tokenizer.end_of_document], dtype=np.uint16)
+    end = np.array([tokenizer.end_of_document], dtype=token_dtype(tokenizer.vocab_size))
     pieces = [end]
     for document in _shuffled(documents, "packing", seed):
-        pieces += [tokenizer.encode(document.text), end]
+        pieces += [tokenizer.encode(document.text).astype(end.dtype), end]
     return np.concatenate(pieces)
 
 
@@ -85,6 +86,7 @@ class PackedDataset:
         tokens: The stream, integers (N,), at least two.
         sequence_length: S, the number of predictions in a full sequence.
         pad_id: The token that stands where nothing is.
+        source_digest: Of the file that `tokens` are a part of; empty = they are hashed themselves.
 
     Raises:
         ValueError: The stream is not one row of two or more, or the length is below 1.
@@ -94,6 +96,7 @@ class PackedDataset:
     tokens: NDArray[np.integer]
     sequence_length: int
     pad_id: int
+    source_digest: str = ""
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
@@ -114,6 +117,15 @@ class PackedDataset:
     def num_targets(self) -> int:
         """How many tokens are predicted: all but the first."""
         return len(self.tokens) - 1
+
+    def digest(self) -> str:
+        """Return 32 hex digits that change with the tokens, their cut and their padding."""
+        digest = hashlib.blake2b(digest_size=16)
+        parts = (self.sequence_length, self.pad_id, len(self.tokens), self.source_digest)
+        digest.update("\0".join(map(str, parts)).encode())
+        if not self.source_digest:
+            digest.update(self.tokens.astype("<i8" if self.tokens.itemsize > 2 else "<u2").data)
+        return digest.hexdigest()
 
     def sequence(self, index: int) -> NDArray[np.integer]:
         """Return the real tokens of one sequence, (n,) with n in [2, S + 1]: the last is short.

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention: per-head q/k RMSNorm, rotary positions, torch's SDPA.
+"""Causal grouped-query attention: q/k RMSNorm, rotary positions, full or sliding.
 
 Shapes: B sequences, S positions, D width, A query heads, G key/value heads, C channels a head.
 Rotary embedding after Su et al., arXiv 2104.09864, in the half-split form.
@@ -6,9 +6,9 @@ Rotary embedding after Su et al., arXiv 2104.09864, in the half-split form.
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from olmo_trainer.config import AttentionConfig
+from olmo_trainer.model.visibility import Visibility
 
 
 def rotary_tables(
@@ -31,30 +31,38 @@ def rotate(x_BASC: torch.Tensor, cos_SC: torch.Tensor, sin_SC: torch.Tensor) -> 
 class Attention(nn.Module):
     """Self-attention of one block; x (B, S, D) to (B, S, D)."""
 
-    def __init__(self, d_model: int, config: AttentionConfig, norm_eps: float) -> None:
+    def __init__(
+        self, d_model: int, config: AttentionConfig, norm_eps: float, *, window: int = 0
+    ) -> None:
         super().__init__()
         self.config = config
+        self.window = window
         query, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.query = nn.Linear(d_model, query, bias=False)
         self.key = nn.Linear(d_model, keys, bias=False)
         self.value = nn.Linear(d_model, keys, bias=False)
         self.out = nn.Linear(query, d_model, bias=False)
-        self.query_norm = nn.RMSNorm(config.head_dim, eps=norm_eps)
-        self.key_norm = nn.RMSNorm(config.head_dim, eps=norm_eps)
+        per_head = config.qk_norm == "head"
+        self.query_norm = nn.RMSNorm(config.head_dim if per_head else query, eps=norm_eps)
+        self.key_norm = nn.RMSNorm(config.head_dim if per_head else keys, eps=norm_eps)
 
-    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        """Attend each position to itself and those before it."""
-        B, S, _ = x_BSD.shape
-        heads, groups, C = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        query = self.query_norm(self.query(x_BSD).view(B, S, heads, C)).transpose(1, 2)
-        key = self.key_norm(self.key(x_BSD).view(B, S, groups, C)).transpose(1, 2)
-        value = self.value(x_BSD).view(B, S, groups, C).transpose(1, 2)
-        cos, sin = rotary_tables(S, C, self.config.rope_theta, x_BSD.device)
-        mixed = F.scaled_dot_product_attention(
-            rotate(query, cos, sin),
-            rotate(key, cos, sin),
-            value,
-            is_causal=True,
-            enable_gqa=heads != groups,
+    def forward(self, x_BSD: torch.Tensor, visibility: Visibility) -> torch.Tensor:
+        """Attend each position to those it sees."""
+        cos, sin = rotary_tables(
+            x_BSD.shape[1], self.config.head_dim, self.config.rope_theta, x_BSD.device
         )
-        return self.out(mixed.transpose(1, 2).reshape(B, S, heads * C))
+        mixed = visibility.attend(
+            rotate(self._normed_heads(self.query(x_BSD), self.query_norm), cos, sin),
+            rotate(self._normed_heads(self.key(x_BSD), self.key_norm), cos, sin),
+            self._heads(self.value(x_BSD)),
+            window=self.window,
+        )
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+
+    def _normed_heads(self, x: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:
+        if self.config.qk_norm == "projection":
+            return self._heads(norm(x))
+        return norm(x.unflatten(-1, (-1, self.config.head_dim))).transpose(1, 2)

@@ -13,6 +13,7 @@ from torch import nn
 from olmo_trainer.config import ModelConfig
 from olmo_trainer.model.block import Block
 from olmo_trainer.model.moe import MoE
+from olmo_trainer.model.visibility import Visibility
 
 
 class Transformer(nn.Module):
@@ -43,22 +44,25 @@ class Transformer(nn.Module):
         }
 
     def forward(
-        self, x: torch.Tensor, mask_BS: torch.Tensor
+        self, x: torch.Tensor, mask_BS: torch.Tensor, documents_BS: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[int, Routing]]:
         """Run this part.
 
         Args:
             x: Tokens (B, S) int64 for the first part, hidden states (B, S, D) for a later one.
             mask_BS: Bool, `True` for real tokens.
+            documents_BS: Integers, equal within a document and each document one run: no position
+                attends into another one. `None`: a sequence is one document.
 
         Returns:
             Hidden states (B, S, D), or logits (B, S, V) from the last part; and the routing of
             each routed layer by its global index.
         """
         hidden = self.embedding(x) if self.is_first else x
+        visibility = Visibility(mask_BS.shape[1], mask_BS.device, documents_BS)
         routings: dict[int, Routing] = {}
         for index, block in self.layers.items():
-            hidden, routing = block(hidden, mask_BS)
+            hidden, routing = block(hidden, mask_BS, visibility)
             if routing is not None:
                 routings[int(index)] = routing
         if self.is_last:

@@ -134,13 +134,14 @@ class TextFolder:
         wanted = " or ".join(f"'{pattern}'" for pattern in self.patterns)
         advice = "put UTF-8 text files there, or change `path` or `pattern`"
         folder = Path(os.path.expanduser(self.path))
-        return _read_folder(folder, _is_visible, self._keep, f"files named {wanted}", advice)
+        return _read_folder(folder, is_visible, self._keep, f"files named {wanted}", advice)
 
     def _keep(self, file: PurePosixPath) -> bool:
-        return _is_visible(file) and any(fnmatchcase(file.name, p) for p in self.patterns)
+        return is_visible(file) and any(fnmatchcase(file.name, p) for p in self.patterns)
 
 
-def _is_visible(path: PurePosixPath) -> bool:
+def is_visible(path: PurePosixPath) -> bool:
+    """Return whether a file or folder is not hidden."""
     return not path.name.startswith(".")
 
 
@@ -158,7 +159,7 @@ def _read_folder(
         if not folder.is_dir():
             found = "a file" if folder.exists() else "nothing"
             raise ValueError(f"`{folder}` must be a folder, found {found}; {advice}.")
-        for path in sorted(_walk(folder, enter, keep)):
+        for path in sorted(walk_files(folder, enter, keep)):
             text, reason = _read_text(folder / path)
             if text:
                 documents.append(Document(path, text))
@@ -177,12 +178,16 @@ def _read_folder(
     return Corpus(tuple(documents), skipped)
 
 
-def _walk(
+def walk_files(
     folder: Path,
     enter: Callable[[PurePosixPath], bool],
     keep: Callable[[PurePosixPath], bool],
 ) -> Iterator[str]:
-    """Yield the relative paths of kept files, and of links to folders that would be entered."""
+    """Yield the relative paths of kept files, and of links to folders that would be entered.
+
+    Raises:
+        OSError: A folder cannot be read.
+    """
 
     def fail(error: OSError) -> None:
         raise error
