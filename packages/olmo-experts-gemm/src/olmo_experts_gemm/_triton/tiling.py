@@ -103,7 +103,7 @@ def row_product(x: Tensor, F: int, D: int, *, gathered: bool = False) -> Tiling:
     """For `y = x @ w[e].T`, F columns out, D in."""
     if generation(x.device) < 9:
         return _older(x)
-    return Tiling(rows=128, columns=256, group=4, flatten=not gathered)
+    return Tiling(rows=tile_rows(x), columns=256, group=4, flatten=not gathered)
 
 
 def up_product(x: Tensor, H: int, D: int, *, plain: bool, gathered: bool = True) -> Tiling:
@@ -114,7 +114,8 @@ def up_product(x: Tensor, H: int, D: int, *, plain: bool, gathered: bool = True)
     if generation(x.device) < 9:
         return _older(x)
     one_piece = plain and generation(x.device) == 9
-    return Tiling(rows=128, columns=256, flatten=not gathered, pieces=1 if one_piece else 2)
+    pieces = 1 if one_piece else 2
+    return Tiling(rows=tile_rows(x), columns=256, flatten=not gathered, pieces=pieces)
 
 
 def weight_gradient(
