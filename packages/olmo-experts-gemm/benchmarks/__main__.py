@@ -16,8 +16,9 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "src"))
-# The gate of our layer, if this is the whole repository.
-sys.path.append(str(HERE.parent.parent / "olmo-routing" / "src"))
+# The gate of our layer, and a packer of what it saves, if this is the whole repository.
+for other in ("olmo-routing", "olmo-mxfp8"):
+    sys.path.append(str(HERE.parent.parent / other / "src"))
 
 import contenders  # noqa: E402
 import layer  # noqa: E402

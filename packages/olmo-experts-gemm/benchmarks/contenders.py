@@ -120,12 +120,12 @@ def _leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.detach().requires_grad_() for tensor in tensors)
 
 
-def ours(operands: Operands, impl: Any) -> Layer:
-    """The router of `our_route`, and `moe_mlp`."""
+def ours(operands: Operands, impl: Any, pack: Any = None) -> Layer:
+    """The router of `our_route`, and `moe_mlp`, which keeps its activations as `pack` does."""
 
     def function(x_TD: Tensor, wg_ED: Tensor, w_gate_up_E2HD: Tensor, w_down_EDH: Tensor) -> Tensor:
         ids_TK, weights_TK = our_route(x_TD, wg_ED, operands.top_k)
-        return moe_mlp(x_TD, ids_TK, weights_TK, w_gate_up_E2HD, w_down_EDH, impl=impl)
+        return moe_mlp(x_TD, ids_TK, weights_TK, w_gate_up_E2HD, w_down_EDH, impl=impl, pack=pack)
 
     o = operands
     leaves = _leaves(o.x_TD, o.wg_ED, o.w_gate_up_E2HD, o.w_down_EDH)
@@ -185,6 +185,14 @@ def sonic(operands: Operands, module: ModuleType) -> Layer:
 
 
 Make = Callable[[Operands], Layer]
+
+
+def packed(shape: LayerShape, impl: Any) -> Make | None:
+    """Ours with saved activations in MXFP8, if this is the whole repository and widths allow it."""
+    if shape.D % 32 or shape.H % 32 or importlib.util.find_spec("olmo_mxfp8") is None:
+        return None
+    pack = importlib.import_module("olmo_mxfp8").MXPacker()
+    return lambda operands: ours(operands, impl, pack)
 
 
 def contenders(impl: Any) -> tuple[dict[str, Make], str]:

@@ -9,15 +9,15 @@ import gc
 from collections.abc import Iterable, Iterator
 
 import torch
-from cells import Cell, Settings, guarded
-from contenders import Make, draw
+from cells import OURS, Cell, Settings, guarded
+from contenders import Make, draw, packed
 from shapes import ROUTINGS, LayerShape
 
 
 def measure(
     shapes: Iterable[LayerShape], makers: dict[str, Make], settings: Settings
 ) -> Iterator[Cell]:
-    """Two cells a shape: held, and peak."""
+    """Cells of each shape: held, held with activations in MXFP8 if they can be, and peak."""
     for shape in shapes:
         blank = Cell(topic="memory", shape=shape.name, case=ROUTINGS[0], what="held", unit="bytes")
         yield from guarded(
@@ -36,6 +36,10 @@ def _cells(shape: LayerShape, makers: dict[str, Make], settings: Settings) -> li
             failures.append(f"{name} raised {type(error).__name__}: {error}"[:200])
             continue
         held[name], peak[name] = [held_bytes], [peak_bytes]
+    bytes_of = {"held": held, "peak": peak}
+    if (make := packed(shape, settings.impl)) is not None:
+        mine, _ = _bytes(shape, make, settings)
+        bytes_of["held, ours in MXFP8"] = {**held, OURS: [mine]}
     cells = [
         Cell(
             topic="memory",
@@ -46,7 +50,7 @@ def _cells(shape: LayerShape, makers: dict[str, Make], settings: Settings) -> li
             samples=samples,
             failure="; ".join(failures),
         )
-        for what, samples in (("held", held), ("peak", peak))
+        for what, samples in bytes_of.items()
     ]
     for cell in cells:
         gib = ", ".join(f"{n} {v[0] / 2**30:.3f} GiB" for n, v in cell.samples.items())

@@ -169,8 +169,8 @@ def _weight_gradient(D: int, H: int, *, gather: str, add: bool = False) -> None:
 
 def _rows(D: int) -> None:
     from olmo_experts_gemm._triton.collect import collect, collect_weight_gradient
+    from olmo_experts_gemm._triton.copy_rows import copy_rows
     from olmo_experts_gemm._triton.expert_sums import add_to_rows, dot_rows, sum_rows
-    from olmo_experts_gemm._triton.gather import gather_rows
 
     rows, row_TK, route_R = _packed(T * K, D), _indices(T * K).view(T, K), _indices(T * K)
     tokens, vectors, weights = _packed(T, D), _packed(E, D), torch.empty(T * K)
@@ -179,7 +179,7 @@ def _rows(D: int) -> None:
     sum_rows(tokens, _indices(E), route_R=route_R, weights=weights, top_k=K)
     add_to_rows(rows, vectors, _indices(E), route_R=route_R, weights=weights)
     dot_rows(tokens, vectors, _indices(E), T * K, route_R=route_R, top_k=K)
-    gather_rows(tokens, weights, _indices(E), route_R, K)
+    copy_rows(tokens, weights, row_TK, T * K)
 
 
 def _sort(num_experts: int) -> None:

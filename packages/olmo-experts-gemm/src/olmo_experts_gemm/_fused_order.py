@@ -226,12 +226,12 @@ def _down(
 
 def _lay_out(x: Tensor, w_down: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
     """Tokens as they are; or their rows, and the weights of these, where a copy pays."""
-    from ._triton.gather import gather_rows
+    from ._triton.copy_rows import copy_rows
     from ._triton.tiling import copies_rows
 
-    if rows.route_R is None or not copies_rows(x, w_down.shape[2]):
+    if rows.row_TK is None or not copies_rows(x, w_down.shape[2]):
         return x, rows
-    x_RD, weights_R = gather_rows(x, rows.weights, rows.offsets_E, rows.route_R, rows.top_k)
+    x_RD, weights_R = copy_rows(x, rows.weights, rows.row_TK, rows.of(x))
     return x_RD, rows._replace(weights=weights_R, route_R=None)
 
 

@@ -62,6 +62,7 @@ def row_product(
         EVEN=D % cut.inner == 0,
         TRANSPOSED=transposed,
         ZERO_TAIL=zero_tail,
+        FLATTEN=cut.flatten,
         **cut.options,
     )
     return y_RF

@@ -42,13 +42,12 @@ class Tiling:
 
     @property
     def options(self) -> dict[str, int]:
-        """What every kernel takes by keyword."""
+        """What every kernel of a product takes by keyword."""
         return {
             "BM": self.rows,
             "BN": self.columns,
             "BK": self.inner,
             "GROUP": self.group,
-            "FLATTEN": self.flatten,
             "PIECES": self.pieces,
             "num_warps": self.warps,
             "num_stages": self.stages,
@@ -81,8 +80,8 @@ def _older(x: Tensor) -> Tiling:
     return _AMPERE if generation(x.device) else _SMALL
 
 
-_COPY_FROM = 2048
-"""The hidden width from which a copy of the gathered rows costs less than it saves (an H200)."""
+_COPY_FROM = 1024
+"""The hidden width from which a copy of the rows costs less than it saves (an H200)."""
 
 
 def copies_rows(x: Tensor, H: int) -> bool:
@@ -131,4 +130,4 @@ def weight_gradient(
     pieces = 4 if adds else 1
     if gathered:
         return Tiling(rows=128, columns=256, stages=5, pieces=pieces)
-    return Tiling(rows=128, columns=256, flatten=True, pieces=pieces)
+    return Tiling(rows=128, columns=256, pieces=pieces)

@@ -86,6 +86,7 @@ def up_product(
         ACTIVATION=activation,
         GATED=gated,
         EVEN=D % cut.inner == 0,
+        FLATTEN=cut.flatten,
         **cut.options,
     )
     return a_RH, hidden
