@@ -95,8 +95,8 @@ def _measure(shape: c.Shape, device: str, rounds: int, failures: list[str]) -> I
         if difference != "":
             failures.append(f"{name}, {shape}: {difference or 'left out'}")
             del made[name]
-    for what in ("forward", "forward+backward"):
-        calls = {n: m.forward if what == "forward" else m.both for n, m in made.items()}
+    for what in ("plan alone", "forward", "forward+backward"):
+        calls = {name: contender.call(what) for name, contender in made.items()}
         if device == "cpu":
             yield Cell(str(shape), what, "host", timing.interleave(calls, rounds, False))
             continue

@@ -1,5 +1,7 @@
 """The ways from router logits to a row plan that are compared, and back to the logits' gradient.
 
+The plan alone, of ids that are there already, is what SonicMoE calls its routing metadata.
+
 All choose the best K logits of a token and weigh them by a softmax over those, in float32. All
 return the weights, the end of each expert's rows, and the routes in the order of the rows; ours and
 torch's the scores over all experts as well, which balance losses take.
@@ -43,8 +45,15 @@ class Contender:
 
     leaf_TE: Tensor
     function: Callable[[Tensor], Made]
+    plan: Callable[[], object]
     g_weights_TK: Tensor
     capturable: bool = True
+
+    def call(self, what: str) -> Callable[[], object]:
+        """What is timed: `"plan alone"`, `"forward"` or `"forward+backward"`."""
+        return {"plan alone": self.plan, "forward": self.forward, "forward+backward": self.both}[
+            what
+        ]
 
     def forward(self) -> Made:
         """With all that a backward pass would need."""
@@ -52,8 +61,10 @@ class Contender:
 
     def both(self) -> tuple[Tensor, ...]:
         """What is made, and the gradient of the logits."""
-        made = self.forward()
-        return *made, *torch.autograd.grad(made[0], self.leaf_TE, self.g_weights_TK)
+        # A leaf of this call's stream: autograd waits for that of a leaf, which ends a capture.
+        leaf_TE = self.leaf_TE.detach().requires_grad_()
+        made = self.function(leaf_TE)
+        return *made, *torch.autograd.grad(made[0], leaf_TE, self.g_weights_TK)
 
 
 def draw(shape: Shape, device: str) -> tuple[Tensor, Tensor]:
@@ -70,15 +81,29 @@ def draw(shape: Shape, device: str) -> tuple[Tensor, Tensor]:
 def contenders(shape: Shape, device: str, impl: Any) -> tuple[dict[str, Contender], str]:
     """Each contender by name, ours first, and why SonicMoE is missing, if it is."""
     logits_TE, g_weights_TK = draw(shape, device)
+    ids_TK = logits_TE.topk(shape.K, dim=-1).indices
 
-    def make(function: Callable[[Tensor], Made], dtype: torch.dtype, **options: Any) -> Contender:
-        return Contender(logits_TE.to(dtype).requires_grad_(), function, g_weights_TK, **options)
+    def make(
+        function: Callable[[Tensor], Made],
+        plan: Callable[[Tensor], object],
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> Contender:
+        leaf_TE, ids = logits_TE.to(dtype).requires_grad_(), ids_TK
+        if dtype == torch.bfloat16:  # SonicMoE's plan wants the ids as its router gives them
+            ids = ids_TK.to(torch.int32)
+        return Contender(leaf_TE, function, lambda: plan(ids), g_weights_TK, **options)
 
-    single = torch.float32
     made = {
-        OURS: make(lambda z: _ours(z, shape, impl), single),
-        "torch": make(lambda z: _torch(z, shape, True), single, capturable=False),
-        "torch, no bincount": make(lambda z: _torch(z, shape, False), single),
+        OURS: make(lambda z: _ours(z, shape, impl), lambda ids: plan_rows(ids, shape.E, impl=impl)),
+        "torch": make(
+            lambda z: _torch(z, shape, True),
+            lambda ids: _torch_plan(ids, shape, True),
+            capturable=False,
+        ),
+        "torch, no bincount": make(
+            lambda z: _torch(z, shape, False), lambda ids: _torch_plan(ids, shape, False)
+        ),
     }
     missing = ""
     if device == "cuda":
@@ -88,7 +113,11 @@ def contenders(shape: Shape, device: str, impl: Any) -> tuple[dict[str, Contende
             missing = f"{type(error).__name__}: {error}"
         else:
             # Its layer multiplies the router in bfloat16, so these are the logits that it gets.
-            made["sonicmoe"] = make(lambda z: _sonic(z, shape, module), torch.bfloat16)
+            made["sonicmoe"] = make(
+                lambda z: _sonic(z, shape, module),
+                lambda ids: _sonic_plan(ids, shape, module),
+                torch.bfloat16,
+            )
     return made, missing
 
 
@@ -103,6 +132,10 @@ def _torch(logits_TE: Tensor, shape: Shape, bincount: bool) -> Made:
     scores_TE = logits_TE.softmax(dim=-1)
     best_TK, ids_TK = scores_TE.topk(shape.K, dim=-1)
     weights_TK = best_TK / best_TK.sum(dim=-1, keepdim=True)
+    return weights_TK, *_torch_plan(ids_TK, shape, bincount)
+
+
+def _torch_plan(ids_TK: Tensor, shape: Shape, bincount: bool) -> tuple[Tensor, Tensor]:
     sorted_R, routes_R = ids_TK.flatten().sort(stable=True)
     # The row of each route, which ours and SonicMoE's make as well.
     rows_R = torch.empty_like(routes_R)
@@ -112,7 +145,7 @@ def _torch(logits_TE: Tensor, shape: Shape, bincount: bool) -> Made:
     else:
         experts_E = torch.arange(shape.E, device=routes_R.device)
         ends_E = torch.searchsorted(sorted_R, experts_E, right=True, out_int32=True)
-    return weights_TK, ends_E, routes_R
+    return ends_E, routes_R
 
 
 def _sonic(logits_TE: Tensor, shape: Shape, module: Any) -> Made:
@@ -121,8 +154,12 @@ def _sonic(logits_TE: Tensor, shape: Shape, module: Any) -> Made:
         logits_TE, shape.E, shape.K, True, False
     )
 
+    return weights_TK, *_sonic_plan(ids_TK, shape, module)
+
+
+def _sonic_plan(ids_TK: Tensor, shape: Shape, module: Any) -> tuple[Tensor, Tensor]:
     def empty(size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int32, device=logits_TE.device)
+        return torch.empty(size, dtype=torch.int32, device=ids_TK.device)
 
     R = shape.T * shape.K
     counts_E, starts, tokens_R, routes_R, rows_TK = (
@@ -131,7 +168,7 @@ def _sonic(logits_TE: Tensor, shape: Shape, module: Any) -> Made:
     module.TC_topk_router_metadata_triton(
         ids_TK, shape.E, counts_E, starts, tokens_R, routes_R, rows_TK
     )
-    return weights_TK, starts[1:], routes_R
+    return starts[1:], routes_R
 
 
 def disagreement(got: Contender, want: Contender) -> str:

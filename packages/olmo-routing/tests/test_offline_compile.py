@@ -100,7 +100,6 @@ def _gate(E: int, *, sigmoid: bool, everything: bool, given: bool = False) -> No
     )
     gate_backward(
         logits,
-        logits,
         ids,
         weights,
         weights,

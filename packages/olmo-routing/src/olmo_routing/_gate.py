@@ -1,8 +1,8 @@
 """A gate as torch operators over the kernels of `_triton.gate`.
 
 The gradients of the weights and of the scores come back as that of the logits, in one kernel. The
-logits, the scores, the ids and the weights are what backward keeps: the first two are the caller's
-own tensors as well.
+logits as they were given, the ids and the weights are what backward keeps; the scores it computes
+again.
 
 Shapes: T tokens, K experts a token, E experts.
 """
@@ -69,7 +69,6 @@ def gate(
 @torch.library.custom_op("olmo_routing::gate_backward", mutates_args=())
 def gate_backward(
     logits_TE: Tensor,
-    scores_TE: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
     g_weights_TK: Tensor | None,
@@ -84,9 +83,8 @@ def gate_backward(
     if logits_TE.shape[0] == 0:
         return torch.empty_like(logits_TE)
     with launching_on(logits_TE):
-        return kernels.gate_backward(
+        g_logits_TE = kernels.gate_backward(
             logits_TE.contiguous(),
-            scores_TE,
             ids_TK,
             weights_TK,
             None if g_weights_TK is None else g_weights_TK.contiguous(),
@@ -95,14 +93,15 @@ def gate_backward(
             renormalize=renormalize,
             route_scale=route_scale,
         )
+    return g_logits_TE.to(logits_TE.dtype)
 
 
 def _shapes(logits_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     T, E = logits_TE.shape
     return (
         logits_TE.new_empty(T, top_k, dtype=torch.int64),
-        logits_TE.new_empty(T, top_k),
-        logits_TE.new_empty(T, E),
+        logits_TE.new_empty(T, top_k, dtype=torch.float32),
+        logits_TE.new_empty(T, E, dtype=torch.float32),
         logits_TE.new_empty(E + 1, dtype=torch.int32),
     )
 
@@ -125,8 +124,8 @@ def _(logits_TE: Tensor, *arguments: Any) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ids_TK, weights_TK, scores_TE, counts = output
-    ctx.save_for_backward(inputs[0], scores_TE, ids_TK, weights_TK)
+    ids_TK, weights_TK, _, counts = output
+    ctx.save_for_backward(inputs[0], ids_TK, weights_TK)
     ctx.mark_non_differentiable(ids_TK, counts)
     ctx.set_materialize_grads(False)
     ctx.options = inputs[5:8]

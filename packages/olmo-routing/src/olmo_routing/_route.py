@@ -175,11 +175,12 @@ def compute_routing(
     impl: Impl = "auto",
 ) -> Routing:
     """Route checked arguments; given `expert_ids_TK` these are weighed and nothing is selected."""
+    given_TE = logits_TE
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     sizes = (options.top_k, options.num_groups, options.topk_groups)
     if pick(impl, logits_TE.device, _gate.why_not(logits_TE, *sizes)):
         ids_TK, weights_TK, scores_TE, counts = _gate.gate(
-            logits_TE,
+            given_TE,  # which backward keeps
             None if bias_E is None else bias_E.detach(),
             mask_T,
             expert_ids_TK,

@@ -9,6 +9,8 @@ NaN has a place (behind every number) and -0 is 0.
 Shapes: T tokens, K experts a token, E experts; EP and KP are the next powers of two.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -19,8 +21,10 @@ _ELEMENTS = 1024
 _TOKENS = 128
 """Tokens a program at most: of few experts, more spill registers too."""
 _WARPS = 4
-_REGISTERS = 96
+_REGISTERS = 128
 """A thread, enough for all; left to itself, ptxas spills some to reach a higher occupancy."""
+_AT_ONCE = 16
+"""Programs a multiprocessor; each adds up its counts first, so that few meet in one counter."""
 _LAST = tl.constexpr(-(2**31))
 """Behind every number that `_ordered` gives."""
 
@@ -41,7 +45,7 @@ def gate(
     """Route every token.
 
     Args:
-        logits_TE: Packed float32.
+        logits_TE: Packed; float32, bfloat16 or float16.
         bias_E: Packed float32, or None.
         mask_T: Packed bool, or None.
         given_TK: int64 ids to weigh instead of selecting, or None.
@@ -61,11 +65,11 @@ def gate(
     tokens = max(1, min(_TOKENS, _ELEMENTS // EP))
     blocks = triton.cdiv(T, tokens)
     ids_TK = torch.empty(T, top_k, dtype=torch.int64, device=logits_TE.device)
-    weights_TK = logits_TE.new_empty(T, top_k)
-    scores_TE = torch.empty_like(logits_TE)
+    weights_TK = torch.empty(T, top_k, dtype=torch.float32, device=logits_TE.device)
+    scores_TE = torch.empty(T, E, dtype=torch.float32, device=logits_TE.device)
     # Every program adds its counts: a sum of integers does not depend on their order.
     counts = torch.zeros(E + 1, dtype=torch.int32, device=logits_TE.device)
-    _gate_kernel[(blocks,)](
+    _gate_kernel[(min(blocks, _AT_ONCE * multiprocessors(logits_TE.device)),)](
         logits_TE,
         bias_E,
         mask_T,
@@ -88,6 +92,8 @@ def gate(
         TOKENS=tokens,
         EP=EP,
         KP=KP,
+        BITS=EP.bit_length() - 1,
+        SLOTS=64 // (EP.bit_length() - 1),
         num_warps=_WARPS,
         maxnreg=_REGISTERS,
         # It keeps in the assertion that the given ids are in range.
@@ -99,7 +105,6 @@ def gate(
 
 def gate_backward(
     logits_TE: Tensor,
-    scores_TE: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
     g_weights_TK: Tensor | None,
@@ -109,15 +114,14 @@ def gate_backward(
     renormalize: bool,
     route_scale: float,
 ) -> Tensor:
-    """Return the gradient of the logits from those of the weights and of the scores, packed."""
+    """Return the float32 gradient of the logits from those of the weights and scores, packed."""
     T, E = logits_TE.shape
     K = ids_TK.shape[1]
     EP, KP = max(2, triton.next_power_of_2(E)), max(2, triton.next_power_of_2(K))
     tokens = max(1, min(_TOKENS, _ELEMENTS // EP))
-    g_logits_TE = torch.empty_like(logits_TE)
+    g_logits_TE = torch.empty(T, E, dtype=torch.float32, device=logits_TE.device)
     _gate_backward_kernel[(triton.cdiv(T, tokens),)](
         logits_TE,
-        scores_TE,
         ids_TK,
         weights_TK,
         g_weights_TK,
@@ -140,6 +144,14 @@ def gate_backward(
     return g_logits_TE
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many there are; 2 in the interpreter, whose programs then take several steps."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @triton.jit
 def _ordered(x):
     """An integer that orders as `x` does, -0 as 0 and NaN behind -inf."""
@@ -159,7 +171,7 @@ def _softmax(x):
     part = tl.exp(tl.where(infinite, float("-inf"), shifted))
     part = tl.where(infinite, tl.where(x == float("inf"), 1.0, 0.0), part)
     total = tl.sum(part, 1)[:, None]
-    return part / tl.where(total > 0, total, 1.0)
+    return part * (1.0 / tl.where(total > 0, total, 1.0))
 
 
 @triton.jit
@@ -213,85 +225,112 @@ def _gate_kernel(
     TOKENS: tl.constexpr,
     EP: tl.constexpr,
     KP: tl.constexpr,
+    BITS: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
-    """`TOKENS` tokens a program."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    """`TOKENS` tokens a step; a program adds up the counts of its steps before it gives them."""
     expert = tl.arange(0, EP)[None, :]
     slot = tl.arange(0, KP)[None, :]
-    here = token < T
-    inside = here[:, None] & (expert < E)
-    at = token[:, None] * E + expert
-    x = tl.load(logits + at, mask=inside, other=float("-inf"))
-    real = here
-    if MASKED:
-        real = here & (tl.load(mask + token, mask=here, other=0) != 0)
-    bad = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 1) > 0
-    tl.atomic_add(counts + E, tl.sum((bad & real).to(tl.int32), 0), sem="relaxed")
-    clean = tl.where(x == x, x, float("-inf"))
-    if SIGMOID:
-        score = tl.where(clean == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp(-clean)))
-    else:
-        score = _softmax(clean)
-    tl.store(scores + at, score, mask=inside)
+    hits = tl.zeros((TOKENS, EP), tl.int32)
+    num_bad = tl.zeros((TOKENS,), tl.int32)
+    for first in range(tl.program_id(0) * TOKENS, T, tl.num_programs(0) * TOKENS):
+        token = (first + tl.arange(0, TOKENS)).to(tl.int64)
+        here = token < T
+        inside = here[:, None] & (expert < E)
+        at = token[:, None] * E + expert
+        x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
+        real = here
+        if MASKED:
+            real = here & (tl.load(mask + token, mask=here, other=0) != 0)
+        bad = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 1) > 0
+        num_bad += (bad & real).to(tl.int32)
+        score = _scores(x, SIGMOID)
+        tl.store(scores + at, score, mask=inside)
 
-    allowed = inside
-    if not GIVEN:
-        order = _ordered(x)
-        rank = order
-        if BIASED:
-            merit = score + tl.load(bias + expert, mask=expert < E, other=0.0)
-            merit = tl.where(x == x, merit, float("nan"))
-            rank = _ordered(merit)
-        if TOP_GROUPS < GROUPS:
-            if BIASED:
-                allowed = _allowed(merit, expert, GROUPS, TOP_GROUPS, EP)
-            else:
-                ranked = tl.where(x == x, score, float("nan"))
-                allowed = _allowed(ranked, expert, GROUPS, TOP_GROUPS, EP)
-        rank = tl.where(allowed, rank, _LAST)
-    chosen = tl.zeros((TOKENS, EP), tl.int1)
-    for k in range(K):
+        at_slot = token[:, None] * K + slot
+        write = here[:, None] & (slot < K)
         if GIVEN:
-            wide = tl.load(given + token * K + k, mask=real, other=-1)
-            tl.device_assert((wide >= -1) & (wide < E), "`expert_ids_TK` must be in [-1, E)")
-            best = wide.to(tl.int32)
-            chosen = chosen | (expert == best[:, None])
+            id_of = tl.load(given + at_slot, mask=write & real[:, None], other=-1)
+            tl.device_assert((id_of >= -1) & (id_of < E), "`expert_ids_TK` must be in [-1, E)")
+            tl.store(ids + at_slot, id_of, mask=write)
+            for k in range(K):
+                id_k = tl.load(given + token * K + k, mask=real, other=-1).to(tl.int32)
+                hits += (expert == id_k[:, None]).to(tl.int32)
         else:
-            tied = rank == tl.max(rank, 1)[:, None]
+            order = _ordered(x)
+            rank = order
+            allowed = inside
             if BIASED:
-                second = tl.where(tied, order, _LAST)
-                tied = tied & (second == tl.max(second, 1)[:, None])
-            best = tl.min(tl.where(tied, expert, EP), 1)
-            rank = tl.where(expert == best[:, None], _LAST, rank)
-        tl.store(ids + token * K + k, tl.where(real, best, -1).to(tl.int64), mask=here)
-    if not GIVEN:
-        chosen = allowed & (rank == _LAST)
+                merit = score + tl.load(bias + expert, mask=expert < E, other=0.0)
+                merit = tl.where(x == x, merit, float("nan"))
+                rank = _ordered(merit)
+            if TOP_GROUPS < GROUPS:
+                if BIASED:
+                    allowed = _allowed(merit, expert, GROUPS, TOP_GROUPS, EP)
+                else:
+                    ranked = tl.where(x == x, score, float("nan"))
+                    allowed = _allowed(ranked, expert, GROUPS, TOP_GROUPS, EP)
+            rank = tl.where(allowed, rank, _LAST)
+            for chunk in tl.static_range(0, K, SLOTS):
+                # The ids of a token side by side in one integer: to write each of them as it is
+                # found would move them to other threads one at a time.
+                packed = tl.zeros((TOKENS,), tl.int64)
+                for k in range(min(K - chunk, SLOTS)):
+                    tied = rank == tl.max(rank, 1)[:, None]
+                    if BIASED:
+                        second = tl.where(tied, order, _LAST)
+                        tied = tied & (second == tl.max(second, 1)[:, None])
+                    best = tl.min(tl.where(tied, expert, EP - 1), 1)
+                    packed += best.to(tl.int64) << (BITS * k)
+                    rank = tl.where(expert == best[:, None], _LAST, rank)
+                place = slot - chunk
+                id_of = (packed[:, None] >> tl.where(place < 0, 0, BITS * place)) & (EP - 1)
+                id_of = tl.where(real[:, None], id_of, -1)
+                tl.store(ids + at_slot, id_of, mask=write & (place >= 0) & (place < SLOTS))
+            hits += (allowed & real[:, None] & (rank == _LAST)).to(tl.int32)
+            if K > SLOTS:
+                # Other threads have written these.
+                tl.debug_barrier()
+                id_of = tl.load(ids + at_slot, mask=write, other=-1)
+            id_of = tl.where(write, id_of, -1)
 
-    # Ids, and scores, come back in another shape of threads, through memory that is still near.
-    tl.debug_barrier()
-    at_slot = token[:, None] * K + slot
-    write = here[:, None] & (slot < K)
-    id_of = tl.load(ids + at_slot, mask=write, other=-1)
-    at_chosen = token[:, None] * E + id_of
-    if RENORMALIZE:
-        value = tl.load(logits + at_chosen, mask=id_of >= 0, other=float("-inf"))
-        value = tl.where(value == value, value, float("-inf"))
-        if SIGMOID:
-            value = tl.where(id_of >= 0, _log_sigmoid(value), float("-inf"))
-        weight = _softmax(value)
-    else:
-        weight = tl.load(scores + at_chosen, mask=id_of >= 0, other=0.0)
-    tl.store(weights + at_slot, route_scale * weight, mask=write)
+        at_chosen = token[:, None] * E + id_of
+        if RENORMALIZE or SIGMOID:
+            value = tl.load(logits + at_chosen, mask=id_of >= 0, other=float("-inf"))
+            value = value.to(tl.float32)
+        if RENORMALIZE:
+            value = tl.where(value == value, value, float("-inf"))
+            if SIGMOID:
+                value = tl.where(id_of >= 0, _log_sigmoid(value), float("-inf"))
+            weight = _softmax(value)
+        elif SIGMOID:
+            weight = _scores(value, SIGMOID)
+        else:
+            # Other threads have written these.
+            tl.debug_barrier()
+            weight = tl.load(scores + at_chosen, mask=id_of >= 0, other=0.0)
+        tl.store(weights + at_slot, route_scale * weight, mask=write)
 
     lane = tl.arange(0, EP)
-    count = tl.sum((chosen & real[:, None]).to(tl.int32), 0)
+    count = tl.sum(hits, 0)
     tl.atomic_add(counts + lane, count, mask=(lane < E) & (count > 0), sem="relaxed")
+    all_bad = tl.sum(num_bad, 0)
+    tl.atomic_add(counts + E, all_bad, mask=all_bad > 0, sem="relaxed")
+
+
+@triton.jit
+def _scores(x, SIGMOID: tl.constexpr):
+    """The scores of logits; that of NaN is 0."""
+    clean = tl.where(x == x, x, float("-inf"))
+    if SIGMOID:
+        return tl.where(clean == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp(-clean)))
+    else:
+        return _softmax(clean)
 
 
 @triton.jit
 def _gate_backward_kernel(
     logits,
-    scores,
     ids,
     weights,
     g_weights,
@@ -309,15 +348,20 @@ def _gate_backward_kernel(
     EP: tl.constexpr,
     KP: tl.constexpr,
 ):
-    """`TOKENS` tokens a program; a softmax over infinities is constant, so its gradient is 0."""
+    """`TOKENS` tokens a program; a softmax over infinities is constant, so its gradient is 0.
+
+    Where the gradient comes by a softmax over the selected logits alone, nobody else is read.
+    """
+    OF_SCORES: tl.constexpr = SCORED or SIGMOID or not RENORMALIZE
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EP)[None, :]
     slot = tl.arange(0, KP)[None, :]
     here = token < T
     inside = here[:, None] & (expert < E)
     at = token[:, None] * E + expert
-    score = tl.load(scores + at, mask=inside, other=0.0)
-    x = tl.load(logits + at, mask=inside, other=float("-inf"))
+    if OF_SCORES:
+        x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
+        score = _scores(x, SIGMOID)
     through = tl.zeros((TOKENS, EP), tl.float32)
     if SCORED:
         through = tl.load(g_scores + at, mask=inside, other=0.0)
@@ -325,33 +369,37 @@ def _gate_backward_kernel(
     if WEIGHTED:
         at_slot = token[:, None] * K + slot
         used = here[:, None] & (slot < K)
-        id_of = tl.load(ids + at_slot, mask=used, other=-1).to(tl.int32)
+        id_of = tl.load(ids + at_slot, mask=used, other=-1)
         g = tl.load(g_weights + at_slot, mask=used & (id_of >= 0), other=0.0)
         if RENORMALIZE:
             weight = tl.load(weights + at_slot, mask=used, other=0.0)
             # Divided exactly: the share of a token's only expert is 1, and its gradient 0.
             share = tl.div_rn(weight, route_scale + tl.zeros_like(weight))
             g = weight * (g - tl.sum(g * share, 1)[:, None])
+            if not SIGMOID:
+                at_chosen = token[:, None] * E + id_of
+                value = tl.load(logits + at_chosen, mask=id_of >= 0, other=0.0).to(tl.float32)
+                infinite = tl.max((value == float("inf")).to(tl.int32), 1)[:, None] > 0
+                g = tl.where(infinite, 0.0, g)
         else:
             g = route_scale * g
         placed = tl.zeros((TOKENS, EP), tl.float32)
-        infinite = tl.zeros((TOKENS,), tl.int32)
         for k in range(K):
-            id_k = tl.sum(tl.where(slot == k, id_of, 0), 1)[:, None]
+            id_k = tl.sum(tl.where(slot == k, id_of, 0).to(tl.int32), 1)[:, None]
             g_k = tl.sum(tl.where(slot == k, g, 0.0), 1)[:, None]
-            hit = expert == id_k
-            placed += tl.where(hit, g_k, 0.0)
-            infinite += tl.sum((hit & (x == float("inf"))).to(tl.int32), 1)
+            placed += tl.where(expert == id_k, g_k, 0.0)
         if not RENORMALIZE:
             through += placed
         elif SIGMOID:
             direct = placed * (1.0 - score)
         else:
-            direct = tl.where((infinite > 0)[:, None], 0.0, placed)
-    if SIGMOID:
-        g_x = direct + through * score * (1.0 - score)
-    else:
-        mean = tl.sum(score * through, 1)[:, None]
-        flat = tl.sum((x == float("inf")).to(tl.int32), 1)[:, None] > 0
-        g_x = direct + tl.where(flat, 0.0, score * (through - mean))
+            direct = placed
+    g_x = direct
+    if OF_SCORES:
+        if SIGMOID:
+            g_x += through * score * (1.0 - score)
+        else:
+            mean = tl.sum(score * through, 1)[:, None]
+            flat = tl.sum((x == float("inf")).to(tl.int32), 1)[:, None] > 0
+            g_x += tl.where(flat, 0.0, score * (through - mean))
     tl.store(g_logits + at, g_x, mask=inside)

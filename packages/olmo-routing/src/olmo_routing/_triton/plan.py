@@ -63,7 +63,7 @@ def plan_rows(expert_ids_TK: Tensor, num_experts: int, align: int) -> tuple[Tens
         EP=EP,
         BLOCK=block,
         READ=max(4, min(64, _TABLE // EP)),
-        num_warps=8,
+        num_warps=8 if block == 1024 else 4,
     )
     return offsets_E, rows_TK, routes_R
 
