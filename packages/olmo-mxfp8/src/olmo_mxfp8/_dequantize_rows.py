@@ -24,7 +24,7 @@ def dequantize_rows(
         rows_R: int32 or int64, `(R,)`, each in [-1, T); -1 gives a row of zeros. Rows may repeat.
         dtype: float32, bfloat16 or float16.
         impl: `"reference"` is plain torch; `"triton"` one kernel, as for `quantize`, with the same
-            bits. `"auto"` is `"reference"`: the kernel has not run on a GPU yet.
+            bits. `"auto"` is `"triton"` on CUDA, else `"reference"`.
 
     Returns:
         `dtype`, `(R, K)`; bfloat16 and float16 are the float32 values rounded once.
@@ -51,7 +51,7 @@ def dequantize_rows(
     T = t.shape[0]
     if rows_R.device.type == "cpu" and bool(((rows_R < -1) | (rows_R >= T)).any()):
         raise ValueError(f"`rows_R` must be in [-1, {T}), the rows of `t`; it is not everywhere.")
-    if pick("dequantize_rows", impl, t.device):
+    if pick(impl, t.device):
         codes = t.data.view(torch.uint8)
         return _kernels.dequantize_rows(codes, t.scales, rows_R, t.element, dtype)
     if T == 0:

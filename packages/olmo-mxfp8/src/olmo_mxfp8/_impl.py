@@ -8,24 +8,11 @@ import torch
 
 Impl = Literal["auto", "reference", "triton"]
 
-PROVEN = frozenset(
-    {
-        "quantize",
-        "quantize_tiles",
-        "quantize_both",
-        "dequantize",
-        "swiglu_quantize",
-        "swiglu_quantize_backward",
-    }
-)
-"""The kernels that "auto" may take: those that have run on a GPU. `dequantize_rows` has not yet."""
 
-
-def pick(kernel: str, impl: Impl, device: torch.device, reason: str | None = None) -> bool:
-    """Return whether a kernel runs.
+def pick(impl: Impl, device: torch.device, reason: str | None = None) -> bool:
+    """Return whether the kernel runs.
 
     Args:
-        kernel: Its name.
         impl: What the caller asked for.
         device: Where the tensors are.
         reason: Why the kernels cannot take these arguments, or None when they can.
@@ -34,13 +21,13 @@ def pick(kernel: str, impl: Impl, device: torch.device, reason: str | None = Non
         ValueError: `impl` is unknown, or is "triton" where that cannot run.
 
     Note:
-        "auto" is "triton" on CUDA where a proven kernel can take the arguments, else "reference".
+        "auto" is "triton" on CUDA where the kernel can take the arguments, else "reference".
     """
     if impl not in get_args(Impl):
         raise ValueError(f"`impl` must be one of {get_args(Impl)}, got {impl!r}.")
     if impl == "reference":
         return False
-    if impl == "auto" and (device.type != "cuda" or kernel not in PROVEN):
+    if impl == "auto" and device.type != "cuda":
         return False
     reason = why_no_kernel(device.type, device.index) or reason
     if reason and impl == "triton":

@@ -76,7 +76,7 @@ def quantize(
     check_granularity("x", x.shape, dim, granularity)
 
     tiles = granularity == "128x128"
-    if pick("quantize_tiles" if tiles else "quantize", impl, x.device):
+    if pick(impl, x.device):
         codes, scales = _kernels.quantize(
             x.detach(), dim, element, scale_rule == "rceil", COARSE if tiles else granularity, tiles
         )
@@ -128,7 +128,7 @@ def quantize_both(
         raise ValueError(f"`x_MK` must have two dimensions, got shape {tuple(x_MK.shape)}.")
     for dim in (0, 1):
         check_blocks(f"`x_MK.shape[{dim}]`", x_MK.shape[dim], BLOCK)
-    if not pick("quantize_both", impl, x_MK.device):
+    if not pick(impl, x_MK.device):
         rows, columns = (
             quantize(x_MK, dim=dim, element=element, scale_rule=scale_rule, impl="reference")
             for dim in (1, 0)
@@ -167,7 +167,7 @@ def dequantize(
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise TypeError(f"`dtype` must be float32, bfloat16, float16 or float64, got {dtype}.")
     reason = "its kernel computes in float32, not in float64" if dtype == torch.float64 else None
-    if pick("dequantize", impl, t.device, reason):
+    if pick(impl, t.device, reason):
         return _kernels.dequantize(t.data.view(torch.uint8), t.scales, t.dim, t.element, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     blocks = t.data.unflatten(t.dim, (t.scales.shape[t.dim], BLOCK))

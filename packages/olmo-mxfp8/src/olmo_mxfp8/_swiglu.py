@@ -65,7 +65,7 @@ def swiglu_quantize(
     _check(hidden_R2H, row_weights_R, element, scale_rule, granularity)
     hidden_R2H = hidden_R2H.detach()
     weights_R = None if row_weights_R is None else row_weights_R.detach()
-    if pick("swiglu_quantize", impl, hidden_R2H.device):
+    if pick(impl, hidden_R2H.device):
         codes, scales = _kernels.swiglu_quantize(
             hidden_R2H, weights_R, element, scale_rule == "rceil", granularity
         )
@@ -119,7 +119,7 @@ def swiglu_quantize_backward(
         )
     d_act_RH, hidden_R2H = d_act_RH.detach(), hidden_R2H.detach()
     weights_R = None if row_weights_R is None else row_weights_R.detach()
-    if pick("swiglu_quantize_backward", impl, hidden_R2H.device):
+    if pick(impl, hidden_R2H.device):
         codes, scales, parts = _kernels.swiglu_quantize_backward(
             d_act_RH, hidden_R2H, weights_R, element, scale_rule == "rceil", granularity
         )
