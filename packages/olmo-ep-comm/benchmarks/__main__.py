@@ -78,6 +78,7 @@ def _parts(dry: bool, device: torch.device, repeats: int) -> Iterator[tuple[str,
     for shape in shapes:
         yield f"layers, {shape}", c.layers(shape, device, repeats)
         yield f"metadata, {shape}", c.metadata(shape, device, repeats)
+        yield f"plan, {shape}", c.plan(shape, device, repeats)
     yield "pairs", c.pairs(shapes[-1], device, repeats)
     if not dry:
         yield "ceilings", c.ceiling(device, repeats)

@@ -2,17 +2,20 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import timing
 import torch
 import torch.distributed as dist
 from olmo_ep_comm import AllToAllDispatcher, Dispatcher, PairCodec, RowwiseDispatcher
 from olmo_ep_comm._rowwise import impl
+from olmo_ep_comm._rowwise.form import CombineBy
+from olmo_ep_comm._rowwise.plan import SourcePlan, count_requests, keep_requests, plan_source
 from torch import Tensor
 
 PROGRAMS = (16, 32, 64, 132, 264, 528)
 BLOCK = 32
+PLAN = [field.name for field in fields(SourcePlan)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,10 @@ def make_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[
 
 
 def make_rowwise(
-    shape: Shape, dtype: torch.dtype, codec: PairCodec | None = None
+    shape: Shape,
+    dtype: torch.dtype,
+    codec: PairCodec | None = None,
+    combine_by: CombineBy = "put",
 ) -> RowwiseDispatcher:
     """Return a dropless dispatcher for one live forward."""
     return RowwiseDispatcher(
@@ -65,6 +71,7 @@ def make_rowwise(
         top_k=shape.K,
         dtype=dtype,
         codec=codec,
+        combine_by=combine_by,
     )
 
 
@@ -93,17 +100,21 @@ def rows_away(ids: Tensor, shape: Shape) -> tuple[int, int]:
 
 
 def layers(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
-    """Compare whole exchanges with all-to-all, after their results agree."""
+    """Compare whole exchanges, sums written or fetched, with all-to-all, after they agree."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     inputs = make_inputs(shape, device, dtype)
-    ours, peer = make_rowwise(shape, dtype), AllToAllDispatcher(num_experts=shape.E)
+    peer = AllToAllDispatcher(num_experts=shape.E)
+    put = make_rowwise(shape, dtype)
+    get = make_rowwise(shape, dtype, combine_by="get")
     with torch.no_grad():
-        mine, theirs = forward(ours, inputs), forward(peer, inputs)
-    torch.testing.assert_close(mine, theirs, rtol=4e-2, atol=4e-2)
+        written, fetched, theirs = (forward(one, inputs) for one in (put, get, peer))
+    if not torch.equal(written, fetched):
+        raise RuntimeError("sums that are fetched differ from those that are written")
+    torch.testing.assert_close(written, theirs, rtol=4e-2, atol=4e-2)
     away, once = rows_away(inputs[1], shape)
     row = shape.D * dtype.itemsize
     logical = shape.T * shape.K * row
-    named = {"rowwise": ours, "all_to_all": peer}
+    named = {"rowwise": put, "rowwise, get": get, "all_to_all": peer}
 
     def times(call: Callable[[Dispatcher, list[Tensor]], object]) -> dict[str, list[float]]:
         calls = {name: functools.partial(call, one, inputs) for name, one in named.items()}
@@ -113,7 +124,8 @@ def layers(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
         ("forward", torch.no_grad()(forward), 2),
         ("forward + backward", both, 4),
     ):
-        wire = {"rowwise": count * once * row, "all_to_all": count * away * row}
+        wire = dict.fromkeys(("rowwise", "rowwise, get"), count * once * row)
+        wire["all_to_all"] = count * away * row
         yield Cell(f"{shape}: {what}", times(call), wire, count * logical)
 
 
@@ -156,6 +168,41 @@ def metadata(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]
     yield Cell(f"{shape}: metadata", timing.interleave(calls, repeats, device), {}, 0)
 
 
+def plan(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
+    """Time requests and plan alone, no barrier, as kernels beside the plain torch they equal."""
+    dispatcher = make_rowwise(Shape(shape.T, 8, shape.E, shape.K), torch.bfloat16)
+    _, ids, weights = make_inputs(shape, device, torch.bfloat16)
+    buffers, rank = dispatcher._buffers, dist.get_rank()
+    form, counts_RW = buffers.settings.form, buffers.counts.own[0]
+
+    def in_torch() -> SourcePlan:
+        counts_RW[rank, : shape.E] = count_requests(ids, shape.E)
+        kept_SQL = keep_requests(counts_RW[:, : shape.E], form, None)
+        return plan_source(ids, kept_SQL, rank, form)
+
+    def in_kernels() -> SourcePlan:
+        requests = kernels.put_requests(buffers.counts, rank, ids, 0, form)
+        arguments = (requests, weights, counts_RW, None, form)
+        return kernels.put_plan(buffers.meta, rank, *arguments)[0]
+
+    counts_RW.zero_()
+    dist.barrier()
+    calls: dict[str, Callable[[], object]] = {"plan in torch": in_torch}
+    if device.type == "cuda":
+        kernels = impl.pick_moves("triton", device)
+        in_kernels()  # the counts of all ranks arrive before anyone compares
+        torch.cuda.synchronize()
+        dist.barrier()
+        want, got = in_torch(), in_kernels()
+        if not all(torch.equal(getattr(want, name), getattr(got, name)) for name in PLAN):
+            raise RuntimeError("the plan of the kernels differs from that in torch")
+        calls = {
+            "plan in torch": timing.as_graph(in_torch),
+            "plan in kernels": timing.as_graph(in_kernels),
+        }
+    yield Cell(f"{shape}: plan", timing.interleave(calls, repeats, device), {}, 0)
+
+
 def programs(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
     """Time row writes alone and a matrix product beside them, by the programs that write."""
     moves = impl.pick_moves("auto", device)
@@ -165,7 +212,6 @@ def programs(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]
     with torch.no_grad():
         sent = dispatcher.dispatch(*inputs)
     plan = sent.handle.exchange.inner.plans[0]
-    leases_R = torch.zeros_like(buffers.counts.own[0][:, 0])
     words_TW = inputs[0].view(torch.int32)
     _, once = rows_away(inputs[1], shape)
     wire = once * shape.D * 2
@@ -174,7 +220,7 @@ def programs(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]
     alone = timing.interleave({"product alone": lambda: a @ a}, repeats, device)
 
     def put() -> None:
-        moves.put_rows(buffers.rows, leases_R, words_TW, plan)
+        moves.put_rows(buffers.rows, buffers.first_R, words_TW, plan)
 
     def product_beside() -> None:
         side.wait_stream(torch.cuda.current_stream())

@@ -28,4 +28,4 @@ def test_the_kernels_in_the_interpreter():
     assert " passed" in done.stdout
     skipped = re.findall(r"SKIPPED \[\d+\].*", done.stdout)
     assert all("needs a GPU" in line for line in skipped)
-    assert "5 passed" in done.stdout
+    assert "7 passed" in done.stdout

@@ -14,9 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from olmo_ep_comm._rowwise.buffers import Buffers, Settings
+from olmo_ep_comm._rowwise.checks import make_form
+from olmo_ep_comm._rowwise.exchange import RowwiseExchange
 from olmo_ep_comm._rowwise.form import Form
-from olmo_ep_comm._rowwise.memory import Shared, pointer_table
+from olmo_ep_comm._rowwise.memory import InProcessMemory, Shared, Stack, pointer_table
 from olmo_ep_comm._rowwise.plan import SourcePlan
+from torch.utils._python_dispatch import TorchDispatchMode
 
 triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
@@ -73,7 +77,7 @@ def resources(kernel: Any) -> dict[str, int]:
     return {name: int(value) for name, value in found} | {"SHARED": kernel.metadata.shared}
 
 
-def compile_all(dtype: torch.dtype, width: int, num_experts: int) -> None:
+def compile_all(dtype: torch.dtype, width: int, num_experts: int, top_k: int) -> None:
     """Launch every move once."""
     from olmo_ep_comm._triton import moves
 
@@ -82,7 +86,7 @@ def compile_all(dtype: torch.dtype, width: int, num_experts: int) -> None:
         num_experts=num_experts,
         max_tokens=16,
         width=width,
-        top_k=8,
+        top_k=top_k,
         dtype=dtype,
         capacity=64,
         scale_bytes=0,
@@ -96,32 +100,36 @@ def compile_all(dtype: torch.dtype, width: int, num_experts: int) -> None:
         name: Shared([one], [one, one], pointer_table([one, one], one.device))
         for name, one in buffers.items()
     }
-    ids = torch.zeros(16, 8, dtype=torch.int32)
+    ids = torch.zeros(16, top_k, dtype=torch.int32)
     plan = SourcePlan(ids, ids, ids, ids, ids[:, 0].contiguous(), torch.tensor(0))
     num_rows, meta = torch.zeros(4, dtype=torch.int32)[-1], buffers["meta"]
     rows = buffers["rows 0"].view(dtype)
-    counts_E = torch.zeros(num_experts, dtype=torch.int32)
-    moves.put_counts(shared["counts"], 1, counts_E, 0)
-    leases = buffers["counts"][:, num_experts]
+    requests = moves.put_requests(shared["counts"], 1, ids.long(), 0, form)
+    for admit in (None, lambda requested_SQL, capacity: requested_SQL):
+        weights = torch.empty(16, top_k)
+        moves.put_plan(shared["meta"], 1, requests, weights, buffers["counts"], admit, form)
+    leases = buffers["counts"][:, form.lease_column]
     words = torch.empty(16, form.token_words, dtype=torch.int32)
-    moves.put_rows([shared["rows 0"]], leases, words, plan)
-    moves.put_meta(shared["meta"], 1, torch.empty(16, 8), plan, form)
+    moves.put_rows(Stack([shared["rows 0"]]), leases, words, plan)
+    moves.take_meta(meta, num_rows)
     for out in (buffers["rows 0"], buffers["gradients"]):
         moves.fan_out(buffers["rows 0"], out, meta, num_rows)
     moves.put_sums(shared["sums"], rows, meta, num_rows, form)
     moves.put_weights(shared["weights"], torch.empty(64), meta, num_rows, form)
     moves.add_sums(buffers["sums"], plan.num_sums_T, form)
+    moves.keep_sums(rows.clone(), rows, meta, num_rows)
+    moves.get_sums(shared["rows 0"].start((64, width), dtype), plan, form)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
-    ("dtype", "width", "num_experts"),
-    [(torch.bfloat16, 4096, 64), (torch.float32, 7168, 256), (torch.bfloat16, 40, 2)],
+    ("dtype", "width", "num_experts", "top_k"),
+    [(torch.bfloat16, 4096, 64, 8), (torch.float32, 7168, 512, 22), (torch.bfloat16, 40, 2, 1)],
 )
-def test_the_kernels_spill_nothing(dtype, width, num_experts, capability):
+def test_the_kernels_spill_nothing(dtype, width, num_experts, top_k, capability):
     with compiling_for(capability) as compiled:
-        compile_all(dtype, width, num_experts)
-    assert len(compiled) == 8
+        compile_all(dtype, width, num_experts, top_k)
+    assert len(compiled) == 15
     for kernel in compiled:
         used, name = resources(kernel), kernel.metadata.name
         assert max(used["STACK"], used["LOCAL"]) == 0, f"{name} spills registers: {used}"
@@ -130,3 +138,61 @@ def test_the_kernels_spill_nothing(dtype, width, num_experts, capability):
             stores = re.findall(r"st\.global\S*", kernel.asm["ptx"])
             assert stores, f"{name} writes nothing"
             assert all(one.endswith((".v4.b32", ".v2.b64")) for one in stores), f"{name}: {stores}"
+
+
+class _Operations(TorchDispatchMode):
+    """Names of the operations that would run something on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        is_view = any(returned.alias_info for returned in func._schema.returns)
+        if not (is_view or name.startswith("empty")):
+            self.names.append(name)
+        return func(*args, **kwargs or {})
+
+
+def test_a_dispatch_is_seven_launches_and_nothing_else(monkeypatch):
+    from olmo_ep_comm._triton import moves
+    from triton.runtime.jit import JITFunction
+
+    launched: list[str] = []
+
+    def record(self: JITFunction, *args: Any, **options: Any) -> None:
+        launched.append(self.fn.__name__)
+
+    form = make_form(
+        num_ranks=1,
+        num_experts=4,
+        max_tokens=16,
+        width=8,
+        top_k=2,
+        dtype=torch.bfloat16,
+        capacity=None,
+        admit=None,
+        live_forwards=2,
+        codec=None,
+        backward_codec=None,
+    )
+    settings = Settings(form=form, admit=None, codec=None, backward_codec=None, moves=moves)
+    buffers = Buffers(settings, InProcessMemory(1, torch.device("cpu")))
+    buffers.counts.own[0].zero_()
+    monkeypatch.setattr(buffers, "find_fault", lambda: None)  # of a CPU only
+    monkeypatch.setattr(JITFunction, "run", record)
+    ids = torch.zeros(16, 2, dtype=torch.int64)
+    exchange = RowwiseExchange(buffers, [ids])
+    tokens, weights = [torch.ones(16, 8).bfloat16()], [torch.ones(16, 2)]
+    with _Operations() as operations:
+        exchange.send_tokens(tokens, weights)
+    assert operations.names == []
+    assert launched == [
+        *("count_kernel", "put_counts_kernel"),
+        *("place_experts_kernel", "put_plan_kernel", "put_rows_kernel"),
+        *("take_meta_kernel", "fan_out_kernel"),
+    ]
+    with _Operations() as operations:
+        tokens[0].clone()  # what it would see
+    assert operations.names == ["clone"]

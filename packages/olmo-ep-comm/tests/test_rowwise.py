@@ -159,6 +159,21 @@ def test_a_wrong_policy_drops_or_keeps_but_never_writes_outside(wrong):
 
 
 @settings(max_examples=15, deadline=None)
+@given(case=problem(), capacity=st.sampled_from([4, 1000]), poison=st.sampled_from([0.0, 1e30]))
+def test_sums_that_are_fetched_have_the_bits_of_those_that_are_written(case, capacity, poison):
+    inputs = [case.inputs(rank) for rank in range(len(case.tokens))]
+    options = {"capacity": capacity, "admit": keep_half}
+    want = run_virtual(case.virtual(**options), inputs)
+    layer = case.virtual(combine_by="get", **options)
+    for own in (*layer._buffers.sums.own, *layer._buffers.weights.own):
+        own.fill_(poison)
+    for _ in range(2):
+        for got, reference in zip(run_virtual(layer, inputs), want, strict=True):
+            for name, value in reference.items():
+                assert torch.equal(got[name], value), name
+
+
+@settings(max_examples=15, deadline=None)
 @given(case=problem())
 def test_each_token_crosses_once_to_each_rank_and_each_sum_once_back(case):
     written = {"rows": 0, "sums": 0}
@@ -170,11 +185,11 @@ def test_each_token_crosses_once_to_each_rank_and_each_sum_once_back(case):
             return getattr(moves, name)
 
         def put_rows(self, peers, leases_R, words_TW, plan):
-            for peer in peers:
+            for peer in peers.buffers:
                 for buffer in peer.every:
                     buffer.fill_(-7)
             moves.put_rows(peers, leases_R, words_TW, plan)
-            for peer in peers:
+            for peer in peers.buffers:
                 written["rows"] += sum(int((b != -7).any(1).sum()) for b in peer.every)
 
         def put_sums(self, peers, y_CD, meta_C4, num_rows, form):
@@ -206,7 +221,8 @@ def test_undefined_memory_is_never_read(case, poison):
     layer = case.virtual()
     buffers = layer._buffers
     bits = torch.tensor([poison], dtype=torch.float32).view(torch.int32).item()
-    for shared in (*buffers.rows, buffers.gradients, buffers.meta, buffers.counts):
+    received = (*buffers.rows.buffers, *buffers.gradients.buffers)
+    for shared in (*received, buffers.meta, buffers.counts):
         for own in shared.own:
             own.fill_(bits)
     for shared in (buffers.sums, buffers.weights):
@@ -340,12 +356,28 @@ def test_the_buffers_have_the_size_of_the_formula(codec):
     )
     rows, row = 2 * 16 * 3, 80 if codec else 128
     want = {"rows 0": rows * row, "rows 1": rows * row, "gradients": rows * 128}
-    want |= {"sums": 16 * 2 * 128, "meta": rows * 16, "weights": 16 * 3 * 4, "counts": 2 * 9 * 4}
+    want |= {"sums": 16 * 2 * 128, "meta": rows * 16, "weights": 16 * 3 * 4, "counts": 2 * 10 * 4}
     assert layer.buffer_bytes == want
     buffers = layer._buffers
-    shared = (buffers.gradients, buffers.sums, buffers.meta, buffers.weights, buffers.counts)
-    allocated = [one.own[0].nbytes for one in (*buffers.rows, *shared)]
+    received = (*buffers.rows.buffers, *buffers.gradients.buffers)
+    shared = (buffers.sums, buffers.meta, buffers.weights, buffers.counts)
+    allocated = [one.own[0].nbytes for one in (*received, *shared)]
     assert allocated == list(want.values())
+
+
+@pytest.mark.parametrize("codec", [None, MXFP8])
+def test_fetched_sums_share_the_buffer_of_gradients(codec):
+    sizes = {"num_ranks": 2, "num_experts": 8, "max_tokens": 16, "width": 64, "top_k": 3}
+    layer = VirtualRowwise(**sizes, backward_codec=codec, combine_by="get")
+    rows = 2 * 16 * 3
+    want = {"rows 0": rows * 128, "gradients": rows * 128, "meta": rows * 16}
+    assert layer.buffer_bytes == want | {"weights": 16 * 3 * 4, "counts": 2 * 10 * 4}
+    buffers = layer._buffers
+    (gradients,) = buffers.gradients.buffers
+    assert gradients.own[1].shape == (rows, 20 if codec else 32)  # 64 + 2 bytes in whole 16 bytes
+    assert gradients.own[1].data_ptr() == buffers.sums.own[1].data_ptr()
+    assert buffers.sums.own[1].shape == (rows, 64)
+    assert buffers.sums.pointers.tolist() == [own.data_ptr() for own in buffers.sums.own]
 
 
 def test_the_default_capacity_holds_the_worst_imbalance():
@@ -380,6 +412,7 @@ SIZES = {"num_ranks": 2, "num_experts": 4, "max_tokens": 4, "width": 8, "top_k":
         ({"capacity": 0, "admit": keep_tail}, ValueError, "`capacity` must be at least 1, got 0"),
         ({"max_tokens": 2**30}, ValueError, r"`ranks \* max_tokens \* top_k` must be less than"),
         ({"impl": "cuda"}, ValueError, "`impl` must be one of .* got 'cuda'"),
+        ({"combine_by": "push"}, ValueError, r"`combine_by` must be .*'put', 'get'.*, got 'push'"),
     ],
 )
 def test_what_cannot_be_is_refused(options, error, message):

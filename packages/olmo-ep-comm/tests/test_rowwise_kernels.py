@@ -5,6 +5,8 @@ trusting: there sums are tested in float32.
 """
 
 import os
+import subprocess
+import sys
 from typing import Literal
 
 import pytest
@@ -30,12 +32,15 @@ GUARD = 64
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """The interpreter runs programs one after another; odd numbers of them divide nothing."""
-    from olmo_ep_comm._triton import moves
+    from olmo_ep_comm._triton import moves, plan
 
     if INTERPRETED:
         monkeypatch.setattr(moves, "LINK_PROGRAMS", 3)
         monkeypatch.setattr(moves, "LOCAL_PROGRAMS", 3)
         monkeypatch.setattr(moves, "_COLUMNS", 8)  # several blocks of columns a row
+        monkeypatch.setattr(plan, "_ROUTES", 16)  # several blocks of routes
+        monkeypatch.setattr(plan, "_BLOCKS", 2)  # several blocks of blocks
+        monkeypatch.setattr(plan, "_CHUNK", 8)
 
 
 def keep_fair(requested, capacity):
@@ -60,18 +65,75 @@ def problem(draw):
     )
 
 
-@example(case=Problem(tokens=(0, 0), num_experts=2, top_k=2), capacity=1)
-@example(case=Problem(tokens=(5, 0, 3, 1), num_experts=8, top_k=4, experts=(7,)), capacity=40)
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(case=problem(), capacity=st.sampled_from([3, 100]))
-def test_every_result_equals_the_reference_bitwise(case, capacity):
+@example(case=Problem(tokens=(0, 0), num_experts=2, top_k=2), capacity=1, combine_by="put")
+@example(
+    case=Problem(tokens=(5, 0, 3, 1), num_experts=8, top_k=4, experts=(7,)),
+    capacity=40,
+    combine_by="get",
+)
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    case=problem(), capacity=st.sampled_from([3, 100]), combine_by=st.sampled_from(["put", "get"])
+)
+def test_every_result_equals_the_reference_bitwise(case, capacity, combine_by):
     inputs = [case.inputs(rank, DEVICE) for rank in range(len(case.tokens))]
-    options = {"capacity": capacity, "admit": keep_fair, "device": DEVICE}
+    options = {"capacity": capacity, "admit": keep_fair, "device": DEVICE, "combine_by": combine_by}
     got = run_virtual(case.virtual(impl="triton", **options), inputs)
     want = run_virtual(case.virtual(impl="reference", **options), inputs)
     for mine, reference in zip(got, want, strict=True):
         for name, value in reference.items():
             assert torch.equal(mine[name], value), name
+
+
+def plans(case: Problem, ids: list[torch.Tensor], impl: str, **options) -> list[torch.Tensor]:
+    """Return all that requests and plans leave behind, of every rank."""
+    layer = case.virtual(impl=impl, device=DEVICE, **options)
+    buffers, form = layer._buffers, layer._buffers.settings.form
+    moves = buffers.settings.moves
+    for own in (*buffers.counts.own, *buffers.meta.own):
+        own.fill_(-9)
+    requests = [
+        moves.put_requests(buffers.counts, rank, one, 5 + rank, form)
+        for rank, one in enumerate(ids)
+    ]
+    left = []
+    for rank, one in enumerate(ids):
+        weights_TK = case.inputs(rank, DEVICE)[2]
+        plan, ends_L, is_sound = moves.put_plan(
+            *(buffers.meta, rank, requests[rank], weights_TK, buffers.counts.own[rank]),
+            *(buffers.settings.admit if "admit" in options else None, form),
+        )
+        left += [plan.rank_TK, plan.row_TK, plan.next_TK, plan.sum_TK, plan.num_sums_T]
+        left += [plan.num_dropped, ends_L, is_sound]
+        assert len(one) == len(plan.num_sums_T)
+    return [*left, *buffers.counts.own, *buffers.meta.own]
+
+
+@example(
+    case=Problem(tokens=(5, 3, 0), num_experts=66, top_k=3), capacity=9, wrong=0, is_int32=True
+)
+@example(case=Problem(tokens=(7,), num_experts=3, top_k=9), capacity=None, wrong=3, is_int32=False)
+@example(case=Problem(tokens=(40, 9), num_experts=2, top_k=1), capacity=9, wrong=0, is_int32=False)
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    case=problem(),
+    capacity=st.sampled_from([None, 3, 100]),
+    wrong=st.sampled_from([0, 0, -2, 2**32]),
+    is_int32=st.booleans(),
+)
+def test_the_plan_equals_the_reference_bitwise(case, capacity, wrong, is_int32):
+    """The words of the plan, of counts and of rows; also with ids that are no expert's."""
+    ids = [case.inputs(rank, DEVICE)[1] for rank in range(len(case.tokens))]
+    if is_int32:
+        ids = [one.int() for one in ids]
+    is_wrong = bool(wrong) and ids[-1].numel() > 0
+    if is_wrong:
+        ids[-1][0, 0] = wrong if ids[-1].dtype == torch.int64 else case.num_experts
+    options = {} if capacity is None else {"capacity": capacity, "admit": keep_fair}
+    got, want = (plans(case, ids, impl, **options) for impl in ("triton", "reference"))
+    assert [value.dtype for value in got] == [value.dtype for value in want]
+    assert all(map(torch.equal, got, want))
+    assert got[7] == (not is_wrong)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -116,13 +178,14 @@ class GuardedMemory(InProcessMemory):
         return all(bool((guard.view(torch.uint8) == 0xFF).all()) for guard in self.guards)
 
 
-def test_nothing_is_read_that_was_not_written_and_nothing_written_outside(monkeypatch):
+@pytest.mark.parametrize("combine_by", ["put", "get"])
+def test_nothing_is_read_that_was_not_written_and_nothing_written_outside(monkeypatch, combine_by):
     case = Problem(tokens=(5, 2, 0, 4), num_experts=4, top_k=3, width=24, experts=(-1, 0, 2, 3))
     inputs = [case.inputs(rank, DEVICE) for rank in range(4)]
     options = {"capacity": 7, "admit": lambda requested, capacity: requested + 2, "device": DEVICE}
     want = run_virtual(case.virtual(impl="reference", **options), inputs)
     monkeypatch.setattr("olmo_ep_comm._rowwise.virtual.InProcessMemory", GuardedMemory)
-    layer = case.virtual(impl="triton", **options)
+    layer = case.virtual(impl="triton", combine_by=combine_by, **options)
     assert any(value["dropped"] > 0 for value in want)
     for _ in range(2):
         for got, reference in zip(run_virtual(layer, inputs), want, strict=True):
@@ -138,10 +201,12 @@ def test_nothing_is_read_that_was_not_written_and_nothing_written_outside(monkey
 needs_cuda = pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 
 
-def make_large(impl: Literal["reference", "triton"] = "triton") -> tuple[VirtualRowwise, list]:
+def make_large(
+    impl: Literal["reference", "triton"] = "triton", **options
+) -> tuple[VirtualRowwise, list]:
     case = Problem(tokens=(1000, 700), num_experts=16, top_k=4, width=1024, dtype=torch.bfloat16)
     inputs = [case.inputs(rank, "cuda") for rank in range(2)]
-    return case.virtual(impl=impl, device="cuda"), inputs
+    return case.virtual(impl=impl, device="cuda", **options), inputs
 
 
 def step(layer: VirtualRowwise, inputs: list) -> list[torch.Tensor]:
@@ -155,8 +220,9 @@ def step(layer: VirtualRowwise, inputs: list) -> list[torch.Tensor]:
 
 
 @needs_cuda
-def test_the_host_never_waits_and_large_shapes_equal_the_reference():
-    layer, inputs = make_large()
+@pytest.mark.parametrize("combine_by", ["put", "get"])
+def test_the_host_never_waits_and_large_shapes_equal_the_reference(combine_by):
+    layer, inputs = make_large(combine_by=combine_by)
     step(layer, inputs)  # compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -166,6 +232,23 @@ def test_the_host_never_waits_and_large_shapes_equal_the_reference():
         torch.cuda.set_sync_debug_mode("default")
     want = step(make_large("reference")[0], inputs)
     assert all(map(torch.equal, got, want))
+
+
+@needs_cuda
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_an_unknown_id_is_a_device_side_assertion(impl):
+    """In a process of its own, since the assertion ends the use of the GPU."""
+    code = (
+        "import torch; from olmo_ep_comm import VirtualRowwise;"
+        "layer = VirtualRowwise(num_ranks=2, num_experts=2, max_tokens=1, width=8, top_k=1,"
+        f"device='cuda', impl='{impl}');"
+        "x = torch.ones(1, 8, device='cuda').bfloat16(); w = torch.ones(1, 1, device='cuda');"
+        "good, bad = (torch.tensor([[i]], device='cuda') for i in (1, 2));"
+        "layer.dispatch([x, x], [good, bad], [w, w]); torch.cuda.synchronize()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "`expert_ids_TK` must hold ids" in done.stderr
 
 
 @needs_cuda

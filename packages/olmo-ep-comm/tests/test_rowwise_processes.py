@@ -57,10 +57,14 @@ def _compare(rank: int, world: int, tokens: list[int], top_k: int, seed: int) ->
         ranks, group = layout[place], groups[place]
         assert isinstance(group, dist.ProcessGroup)
         want = run_local(8, [case.inputs(other) for other in ranks])[ranks.index(rank)]
-        dispatcher = make_dispatcher(case, group)
-        for _ in range(2):
-            got = run_layer(dispatcher, case, rank)
-            assert_equal_local(got, want, exact=top_k == 1)
+        sums = []
+        for combine_by in ("put", "get"):
+            dispatcher = make_dispatcher(case, group, combine_by=combine_by)
+            for _ in range(2):
+                got = run_layer(dispatcher, case, rank)
+                assert_equal_local(got, want, exact=top_k == 1)
+            sums.append([got["y"], got["x gradient"]])
+        assert all(map(torch.equal, *sums))
 
 
 @settings(max_examples=2, deadline=None, phases=[Phase.explicit, Phase.generate])
@@ -148,11 +152,15 @@ class LateReader:
         time.sleep(0.2)
         return moves.add_sums(*arguments)
 
+    def get_sums(self, *arguments):
+        time.sleep(0.2)
+        return moves.get_sums(*arguments)
 
-def _combine_twice(rank: int, world: int, keep_rule: bool) -> bool:
+
+def _combine_twice(rank: int, world: int, keep_rule: bool, combine_by: str) -> bool:
     """Two combines in a row, without the first barrier of each unless `keep_rule`."""
     case = Problem(tokens=(4, 4), num_experts=2, top_k=1, experts=(0,))
-    dispatcher = make_dispatcher(case, live_forwards=2)
+    dispatcher = make_dispatcher(case, live_forwards=2, combine_by=combine_by)
     memory, barrier = dispatcher._buffers.memory, dispatcher._buffers.memory.barrier
     if rank == 1:
         object.__setattr__(dispatcher._buffers.settings, "moves", LateReader())
@@ -176,9 +184,75 @@ def _combine_twice(rank: int, world: int, keep_rule: bool) -> bool:
     return bool((first == 1).all() and (second == 2).all())
 
 
-def test_the_write_after_read_rule_is_kept_and_needed(processes):
-    assert processes.run(_combine_twice, True, world=2, timeout=60) == [True, True]
-    assert processes.run(_combine_twice, False, world=2, timeout=60) == [True, False]
+@pytest.mark.parametrize("combine_by", ["put", "get"])
+def test_the_write_after_read_rule_is_kept_and_needed(processes, combine_by):
+    assert processes.run(_combine_twice, True, combine_by, world=2, timeout=60) == [True, True]
+    assert processes.run(_combine_twice, False, combine_by, world=2, timeout=60) == [True, False]
+
+
+def _meet_faults(rank: int, world: int) -> list[str]:
+    """Faults of rank 1 alone, of both, and none: what this rank was told, each in turn."""
+    case = Problem(tokens=(3, 3), num_experts=4, top_k=2)
+    dispatcher = make_dispatcher(case, live_forwards=1)
+    x_TD, ids, weights_TK = case.inputs(rank)
+    far = torch.where(ids == ids[0, 0], 4, ids)
+    told = []
+    for at_fault, inputs in (
+        ({1}, (x_TD, far, weights_TK)),
+        ({1}, (x_TD, ids - 2**33, weights_TK)),
+        ({1}, (x_TD.bfloat16(), ids, weights_TK)),
+        ({1}, (torch.cat([x_TD] * 2), torch.cat([ids] * 2), torch.cat([weights_TK] * 2))),
+        ({0, 1}, (x_TD, ids, weights_TK.double())),
+    ):
+        given = inputs if rank in at_fault else (x_TD, ids, weights_TK)
+        try:
+            dispatcher.dispatch(*given)
+        except (TypeError, ValueError) as error:
+            told.append(f"{type(error).__name__} {error}")
+            time.sleep(0.02 * rank)
+            with torch.no_grad():  # still within the handler: no lease is held
+                sent = dispatcher.dispatch(x_TD, ids, weights_TK)
+                y_TD = dispatcher.combine(
+                    expert_results(sent, dispatcher.local_experts), sent.handle
+                )
+            del sent
+            want = run_local(4, [case.inputs(other) for other in range(2)])[rank]["y"]
+            torch.testing.assert_close(y_TD, want, rtol=1e-5, atol=1e-5)
+    held = dispatcher.dispatch(x_TD, ids, weights_TK) if rank else None
+    if not rank:
+        with torch.no_grad():
+            sent = dispatcher.dispatch(x_TD, ids, weights_TK)
+            del sent
+    try:
+        dispatcher.dispatch(x_TD, ids, weights_TK)
+    except (RuntimeError, ValueError) as error:
+        told.append(f"{type(error).__name__} {error}")
+    del held
+    return told
+
+
+def test_a_fault_of_one_rank_is_told_to_all_and_leaves_the_dispatcher_usable(processes):
+    first, second = processes.run(_meet_faults, world=2, timeout=60)
+    assert len(first) == len(second) == 6
+    elsewhere = "ValueError `dispatch` must get valid inputs on every rank of the group, but its "
+    elsewhere += "rank(s) [1] refused theirs; read the error there. No rows were sent."
+    assert first[:4] == [elsewhere] * 4
+    assert first[5] == elsewhere
+    assert first[4].startswith("TypeError `weights_TK` must be torch.float32, got torch.float64")
+    unknown = "ValueError `expert_ids_TK` must hold ids in [0, `num_experts`=4)"
+    for message, start in zip(
+        second,
+        (
+            unknown,
+            unknown,
+            "TypeError `x_TD` must have the `dtype` of the dispatcher",
+            "ValueError `dispatch` must get at most `max_tokens`=3",
+            "TypeError `weights_TK` must be torch.float32",
+            "RuntimeError `live_forwards` must be at least",
+        ),
+        strict=True,
+    ):
+        assert message.startswith(start)
 
 
 def _refuse(rank: int, world: int) -> str:

@@ -28,6 +28,7 @@ from ._checks import (
     check_inputs,
     check_num_experts,
     has_unknown_ids,
+    refused_elsewhere_error,
     unknown_ids_error,
 )
 from ._codec import PackedRows, PairCodec, pack_rows
@@ -215,10 +216,7 @@ class AllToAllDispatcher:
         if dist.get_rank(self._group) in faulty:
             raise unknown_ids_error(self.num_experts)
         if faulty:
-            raise ValueError(
-                f"`dispatch` must get valid inputs on every rank of the group, but its rank(s) "
-                f"{faulty} refused theirs; read the error there. No rows were sent."
-            )
+            raise refused_elsewhere_error(faulty)
         forms = [_describe_form(*row[share + 1 :]) for row in received]
         if len(set(forms)) > 1:
             listed = "; ".join(f"rank {rank}: {form}" for rank, form in enumerate(forms))

@@ -59,9 +59,14 @@ def check_inputs(x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Non
             )
 
 
+def unknown_ids(expert_ids_TK: Tensor, num_experts: int) -> Tensor:
+    """Return bool (T, K): whether the id is neither an expert nor -1."""
+    return ~is_route(expert_ids_TK, num_experts) & (expert_ids_TK != -1)
+
+
 def has_unknown_ids(expert_ids_TK: Tensor, num_experts: int) -> Tensor:
     """Return a 0-d bool tensor: whether an id is neither an expert nor -1."""
-    return (~is_route(expert_ids_TK, num_experts) & (expert_ids_TK != -1)).any()
+    return unknown_ids(expert_ids_TK, num_experts).any()
 
 
 def unknown_ids_error(num_experts: int) -> ValueError:
@@ -69,6 +74,14 @@ def unknown_ids_error(num_experts: int) -> ValueError:
     return ValueError(
         f"`expert_ids_TK` must hold ids in [0, `num_experts`={num_experts}), or -1 for no route, "
         f"got an id outside; route over the experts of this dispatcher."
+    )
+
+
+def refused_elsewhere_error(ranks: list[int]) -> ValueError:
+    """Return the error on ranks whose own input is valid when that of `ranks` is not."""
+    return ValueError(
+        f"`dispatch` must get valid inputs on every rank of the group, but its rank(s) "
+        f"{ranks} refused theirs; read the error there. No rows were sent."
     )
 
 

@@ -13,8 +13,13 @@ that rank entered after its last read of it. So each exchange is
     barrier    "your buffer is written": entered after the last write
     reads      of the own buffer
 
-where the counts of a dispatch, which need a barrier anyway, take the place of the first. All of it
-is enqueued on one stream, whose order is that of the calls, and the host waits for nothing.
+where the counts of a dispatch, which need a barrier anyway, take the place of the first. Sums that
+are fetched turn it round, each writing into its own buffer and reading those of the others, under
+the same two barriers. All of it is enqueued on one stream, whose order is that of the calls, and
+the host waits for nothing.
+
+A **fault** of one rank travels with its counts, so that the other ranks meet it after the first
+barrier and need not wait for a rank that has gone: in a dispatch alone, since only that has counts.
 
 - `form`: the sizes that all ranks agree on, and the bytes of the buffers; `checks` of both.
 - `plan`: which row a route gets, what is dropped, and what travels once.
@@ -23,6 +28,7 @@ is enqueued on one stream, whose order is that of the calls, and the host waits 
   processes, `symmetric` between GPUs.
 - `moves`: what is written where, in plain torch; `_triton.moves` is the same as kernels, and `impl`
   chooses.
+- `buffers`: all of it that a dispatcher allocates, and the faults in the counts.
 - `exchange`: the order of all this.
 - `dispatcher` is one rank in each process, `virtual` all of them in one.
 """

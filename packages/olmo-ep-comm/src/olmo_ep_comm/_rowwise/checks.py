@@ -1,5 +1,7 @@
 """Checks of what a caller of the one-sided exchange hands in."""
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
@@ -7,13 +9,11 @@ from olmo_ep_comm._checks import (
     check_fits,
     check_inputs,
     check_positive,
-    has_unknown_ids,
-    unknown_ids_error,
 )
 from olmo_ep_comm._codec import PairCodec, pack_rows
 
-from .exchange import Buffers
-from .form import ALIGN_BYTES, Form, dropless_capacity
+from .buffers import Buffers
+from .form import ALIGN_BYTES, CombineBy, Form, dropless_capacity
 from .plan import Admit
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -33,6 +33,7 @@ def make_form(
     live_forwards: int,
     codec: PairCodec | None,
     backward_codec: PairCodec | None,
+    combine_by: CombineBy = "put",
 ) -> Form:
     """Return the sizes of an exchange, with the capacity that drops nothing if none is given.
 
@@ -43,6 +44,8 @@ def make_form(
     for name, value in (("max_tokens", max_tokens), ("width", width), ("top_k", top_k)):
         check_positive(name, value)
     check_positive("live_forwards", live_forwards)
+    if combine_by not in get_args(CombineBy):
+        raise ValueError(f"`combine_by` must be one of {get_args(CombineBy)}, got {combine_by!r}.")
     if dtype not in DTYPES:
         raise TypeError(f"`dtype` must be torch.bfloat16 or torch.float32, got {dtype}.")
     if width * dtype.itemsize % ALIGN_BYTES:
@@ -77,6 +80,7 @@ def make_form(
         scale_bytes=_scale_bytes(codec, width, dtype),
         gradient_scale_bytes=_scale_bytes(backward_codec, width, dtype),
         live_forwards=live_forwards,
+        combine_by=combine_by,
     )
 
 
@@ -87,7 +91,10 @@ def _scale_bytes(codec: PairCodec | None, width: int, dtype: torch.dtype) -> int
 
 
 def check_call(buffers: Buffers, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> None:
-    """Raise unless the inputs of a dispatch fit together and into the buffers."""
+    """Raise unless the inputs of a dispatch fit together and into the buffers.
+
+    Ids are not looked at: unknown ones travel with the counts and are a fault of all ranks.
+    """
     form = buffers.settings.form
     check_inputs(x_TD, expert_ids_TK, weights_TK)
     check_fits(x_TD, expert_ids_TK, form.max_tokens, form.width, form.top_k)
@@ -102,8 +109,3 @@ def check_call(buffers: Buffers, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK
             f"`x_TD` must be on the device of the buffers, {buffers.memory.device}, "
             f"got {x_TD.device}."
         )
-    unknown = has_unknown_ids(expert_ids_TK, form.num_experts)
-    if x_TD.device.type != "cpu":
-        torch._assert_async(~unknown, str(unknown_ids_error(form.num_experts)))
-    elif unknown:
-        raise unknown_ids_error(form.num_experts)

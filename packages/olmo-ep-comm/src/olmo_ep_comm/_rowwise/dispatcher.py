@@ -1,5 +1,7 @@
 """Experts spread over a group, rows written straight into the memory of their ranks."""
 
+from typing import get_args
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,9 +13,11 @@ from olmo_ep_comm._group import agree, device_of, resolve_group, share_of_expert
 from olmo_ep_comm._interface import Dispatched
 from olmo_ep_comm._uncompiled import uncompiled
 
+from .buffers import Buffers, Settings
 from .checks import DTYPES, check_call, make_form
-from .exchange import Buffers, RowwiseExchange, Settings
+from .exchange import RowwiseExchange
 from .files import FileMemory
+from .form import CombineBy
 from .impl import Impl, pick_moves
 from .memory import Memory
 from .plan import Admit
@@ -54,6 +58,7 @@ class RowwiseDispatcher:
         live_forwards: int = 1,
         codec: PairCodec | None = None,
         backward_codec: PairCodec | None = None,
+        combine_by: CombineBy = "put",
         impl: Impl = "auto",
         timeout_s: float = 300.0,
     ) -> None:
@@ -77,6 +82,10 @@ class RowwiseDispatcher:
                 layers and microbatches that share this dispatcher.
             codec: Send tokens as pairs.
             backward_codec: Send gradients of results as pairs.
+            combine_by: How sums travel, of results and of gradients of tokens: "put", the rank of
+                the experts writes them into that of the tokens, which adds them up; or "get", it
+                keeps them and the rank of the tokens fetches and adds. The results have the same
+                bits. "get" needs no buffer of sums, but that of gradients may grow.
             impl: "triton", "reference" (plain torch, reads the device), or "auto": "triton" on a
                 GPU and "reference" on a CPU.
             timeout_s: Seconds after which a GPU that waits for another one gives up, which ends its
@@ -104,6 +113,7 @@ class RowwiseDispatcher:
             live_forwards=live_forwards,
             codec=codec,
             backward_codec=backward_codec,
+            combine_by=combine_by,
         )
         device = device_of(self._group)
         moves = pick_moves(impl, device)
@@ -118,6 +128,7 @@ class RowwiseDispatcher:
             codec=form.scale_bytes,
             backward_codec=form.gradient_scale_bytes,
             live_forwards=live_forwards,
+            combine_by=get_args(CombineBy).index(combine_by),
         )
         memory: Memory = FileMemory(self._group)
         if device.type == "cuda":
@@ -138,17 +149,22 @@ class RowwiseDispatcher:
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
         """Bring each token to the ranks of its experts: see `Dispatcher.dispatch`.
 
-        Nothing tells the other ranks of a fault found here: they wait until their time-out.
+        A fault on one rank must not leave the others waiting, so it travels with the counts and no
+        rows are sent. Between CPU processes all ranks raise together, and the dispatcher may be
+        used again. A GPU reads nothing on the host: there an unknown id, or input that another rank
+        refused, is a device-side assertion on every rank that did not raise, in the same dispatch,
+        and the process ends. What `admit` raises, or a codec in `decode`, is not told.
 
         Raises:
             ValueError: If shapes or devices do not fit together or what the dispatcher was made
-                for, or, on a CPU, if an id is neither an expert nor -1. On a GPU such an id is a
-                device-side assertion.
+                for, or, on a CPU, if an id is neither an expert nor -1, or another rank refused its
+                input.
             TypeError: If the dtype is not that of the dispatcher, or the weights are not float32.
             RuntimeError: If `live_forwards` dispatches are alive already.
         """
-        check_call(self._buffers, x_TD, expert_ids_TK, weights_TK)
-        exchange = _OneRank(RowwiseExchange(self._buffers, [expert_ids_TK]))
+        with self._buffers.telling_others():
+            check_call(self._buffers, x_TD, expert_ids_TK, weights_TK)
+            exchange = _OneRank(RowwiseExchange(self._buffers, [expert_ids_TK]))
         x_TD = need_gradient(x_TD, weights_TK)
         rows_RD, row_weights_R, handle = dispatch_rows(x_TD, weights_TK, exchange)
         inner = exchange.inner
@@ -162,6 +178,8 @@ class RowwiseDispatcher:
 
         The rows of a token on one rank are added first, in slot order and in float32, and rounded
         to the dtype of the rows; then the sums, in the order of their first slots.
+
+        Nothing tells the other ranks of a fault found here: they wait until their time-out.
 
         Raises:
             ValueError: If `y_RD` does not have the shape of the dispatched rows.

@@ -3,53 +3,14 @@
 Shapes: T tokens, K slots, R ranks, C rows, D width; lists have one entry for each of these ranks.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from olmo_ep_comm._codec import PackedRows, PairCodec, pack_rows, unpack_rows
 
-from .form import WORD_BYTES, Form
-from .leases import LeasePool
-from .memory import Memory, Shared
-from .plan import Admit, SourcePlan, count_requests, keep_requests, plan_source, row_ends
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Settings:
-    """What an exchange does beside its form.
-
-    Attributes:
-        form: The sizes.
-        admit: The policy of limited room, None to keep everything.
-        codec: How tokens travel.
-        backward_codec: How the gradients of results travel.
-        moves: The module of moves: `moves`, or the kernels.
-    """
-
-    form: Form
-    admit: Admit | None
-    codec: PairCodec | None
-    backward_codec: PairCodec | None
-    moves: Any
-
-
-class Buffers:
-    """The buffers of one dispatcher, allocated once, and what is leased of them."""
-
-    def __init__(self, settings: Settings, memory: Memory) -> None:
-        form = settings.form
-        self.settings = settings
-        self.memory = memory
-        shared = {name: memory.allocate(*shape) for name, shape in form.shapes().items()}
-        self.rows: list[Shared] = [shared[f"rows {i}"] for i in range(form.live_forwards)]
-        self.gradients, self.sums = shared["gradients"], shared["sums"]
-        self.meta, self.weights, self.counts = (
-            shared[name] for name in ("meta", "weights", "counts")
-        )
-        self.pool = LeasePool(form.live_forwards)
+from .buffers import Buffers
+from .form import WORD_BYTES
+from .plan import SourcePlan
 
 
 class RowwiseExchange:
@@ -73,8 +34,7 @@ class RowwiseExchange:
         self.packed: list[PackedRows] = []
         self.plans: list[SourcePlan] = []
         self.ends: list[Tensor] = []
-        lease, holder = buffers.pool.take()
-        self._lease = lease
+        self._lease, holder, self._end_lease = buffers.pool.take()
         self.leases: tuple[Tensor, ...] = (holder,)
 
     def send_tokens(
@@ -82,38 +42,48 @@ class RowwiseExchange:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Exchange counts, plan, and write tokens and weights into the ranks of the experts."""
         buffers, form, moves = self._buffers, self._form, self._moves
-        packed = [self._pack(buffers.settings.codec, x_TD) for x_TD in tokens]
+        with buffers.telling_others():
+            packed = [self._pack(buffers.settings.codec, x_TD) for x_TD in tokens]
         ranks = buffers.memory.ranks
-        for rank, ids_TK in zip(ranks, self._ids, strict=True):
-            counts_E = count_requests(ids_TK, form.num_experts)
-            moves.put_counts(buffers.counts, rank, counts_E, self._lease)
-        buffers.memory.barrier()
-        for i, rank in enumerate(ranks):
-            counts_RE = buffers.counts.own[i]
-            kept_SQL = keep_requests(counts_RE[:, : form.num_experts], form, buffers.settings.admit)
-            plan = plan_source(self._ids[i], kept_SQL, rank, form)
-            words_TW = _words(tokens[i], packed[i], form.token_words)
-            moves.put_rows(buffers.rows, counts_RE[:, form.num_experts], words_TW, plan)
-            moves.put_meta(buffers.meta, rank, weights[i], plan, form)
-            self.plans.append(plan)
-            self.ends.append(row_ends(kept_SQL, rank))
-            self._num_rows.append(self.ends[i][-1])
-        buffers.memory.barrier()
+        requests = [
+            moves.put_requests(buffers.counts, rank, ids_TK, self._lease, form)
+            for rank, ids_TK in zip(ranks, self._ids, strict=True)
+        ]
         self._ids = []
+        buffers.memory.barrier()
+        if buffers.memory.device.type == "cpu":
+            fault = buffers.find_fault()
+            if fault is not None:
+                self._end_lease()
+                raise fault
+        for i, rank in enumerate(ranks):
+            counts_RW = buffers.counts.own[i]
+            plan, ends_L, is_sound = moves.put_plan(
+                *(buffers.meta, rank, requests[i], weights[i]),
+                *(counts_RW, buffers.settings.admit, form),
+            )
+            if is_sound.is_cuda:
+                torch._assert_async(is_sound, buffers.fault_message())
+            words_TW = _words(tokens[i], packed[i], form.token_words)
+            moves.put_rows(buffers.rows, counts_RW[:, form.lease_column], words_TW, plan)
+            self.plans.append(plan)
+            self.ends.append(ends_L)
+            self._num_rows.append(ends_L[-1])
+        buffers.memory.barrier()
         rows, row_weights = [], []
         for i in range(len(ranks)):
-            meta_C4 = buffers.meta.own[i].clone()  # the next dispatch writes the buffer anew
-            words_CW = buffers.rows[self._lease].own[i]
+            meta_C4, weights_C = moves.take_meta(buffers.meta.own[i], self._num_rows[i])
+            words_CW = buffers.rows.buffers[self._lease].own[i]
             moves.fan_out(words_CW, words_CW, meta_C4, self._num_rows[i])
             self._meta.append(meta_C4)
-            row_weights.append(meta_C4[:, 3].contiguous().view(torch.float32))
+            row_weights.append(weights_C)
             rows.append(self._unpack(words_CW, packed[i], buffers.settings.codec, keep=True))
         return rows, row_weights
 
     def sum_results(self, results: list[Tensor]) -> list[Tensor]:
-        """Write the sums of each rank to the ranks of the tokens, and add them up there."""
+        """Bring the sums of each rank to the ranks of the tokens, and add them up there."""
         self._buffers.memory.barrier()
-        self._put_sums(results)
+        self._give_sums(results)
         self._buffers.memory.barrier()
         return self._add_sums()
 
@@ -123,7 +93,7 @@ class RowwiseExchange:
         """Bring home the gradients of tokens, as results, and of weights, each to its slot."""
         buffers, form = self._buffers, self._form
         buffers.memory.barrier()
-        self._put_sums(grad_rows)
+        self._give_sums(grad_rows)
         for i, values_C in enumerate(grad_row_weights):
             self._moves.put_weights(
                 buffers.weights, values_C.contiguous(), self._meta[i], self._num_rows[i], form
@@ -144,25 +114,30 @@ class RowwiseExchange:
         buffers.memory.barrier()
         for i, plan in enumerate(self.plans):
             words_TW = _words(gradients[i], packed[i], form.gradient_words)
-            first_R = torch.zeros_like(buffers.counts.own[i][:, 0])
-            self._moves.put_rows([buffers.gradients], first_R, words_TW, plan)
+            self._moves.put_rows(buffers.gradients, buffers.first_R, words_TW, plan)
         buffers.memory.barrier()
         rows = []
-        for i, words_CW in enumerate(buffers.gradients.own):
+        for i, words_CW in enumerate(buffers.gradients.buffers[0].own):
             out_CW = torch.empty_like(words_CW)
             self._moves.fan_out(words_CW, out_CW, self._meta[i], self._num_rows[i])
             rows.append(self._unpack(out_CW, packed[i], codec, keep=False))
         return rows
 
-    def _put_sums(self, values: list[Tensor]) -> None:
+    def _give_sums(self, values: list[Tensor]) -> None:
+        sums, form = self._buffers.sums, self._form
         for i, y_CD in enumerate(values):
-            self._moves.put_sums(
-                self._buffers.sums, y_CD.contiguous(), self._meta[i], self._num_rows[i], self._form
-            )
+            rows = (y_CD.contiguous(), self._meta[i], self._num_rows[i])
+            if form.combine_by == "put":
+                self._moves.put_sums(sums, *rows, form)
+            else:
+                self._moves.keep_sums(sums.own[i], *rows)
 
     def _add_sums(self) -> list[Tensor]:
-        pairs = zip(self._buffers.sums.own, self.plans, strict=True)
-        return [self._moves.add_sums(sums, plan.num_sums_T, self._form) for sums, plan in pairs]
+        sums, form = self._buffers.sums, self._form
+        if form.combine_by == "get":
+            return [self._moves.get_sums(sums, plan, form) for plan in self.plans]
+        pairs = zip(sums.own, self.plans, strict=True)
+        return [self._moves.add_sums(own, plan.num_sums_T, form) for own, plan in pairs]
 
     def _pack(self, codec: PairCodec | None, x_TD: Tensor) -> PackedRows | None:
         return None if codec is None else pack_rows(codec, x_TD)

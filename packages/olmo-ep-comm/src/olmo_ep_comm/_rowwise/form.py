@@ -1,6 +1,7 @@
 """What all ranks of a one-sided exchange agree on, and the memory that it takes."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -8,6 +9,9 @@ WORD_BYTES = 4
 ALIGN_BYTES = 16
 META_WORDS = 4
 """Words that travel with each row: next row of its token, route, slot of the sum, weight."""
+
+CombineBy = Literal["put", "get"]
+"""Who moves the sums: the rank of the experts writes them, or that of the tokens fetches them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +29,7 @@ class Form:
         scale_bytes: Bytes of scales of an encoded token, 0 if tokens travel as they are.
         gradient_scale_bytes: The same for the gradients of results.
         live_forwards: Receive buffers.
+        combine_by: Who moves the sums.
     """
 
     num_ranks: int
@@ -37,6 +42,7 @@ class Form:
     scale_bytes: int
     gradient_scale_bytes: int
     live_forwards: int
+    combine_by: CombineBy = "put"
 
     @property
     def local_experts(self) -> int:
@@ -58,24 +64,47 @@ class Form:
         """Words of a gradient of results as it travels."""
         return self._words(self.gradient_scale_bytes)
 
+    @property
+    def count_words(self) -> int:
+        """Words of the counts of a rank: a count an expert, of faults, and a lease."""
+        return self.num_experts + 2
+
+    @property
+    def fault_column(self) -> int:
+        """Where the faults of a rank are: ids that are no expert's, or 1 for refused input."""
+        return self.num_experts
+
+    @property
+    def lease_column(self) -> int:
+        """Where the receive buffer is that a rank has free."""
+        return self.num_experts + 1
+
     def _words(self, scale_bytes: int) -> int:
         if not scale_bytes:
             return self.width * self.dtype.itemsize // WORD_BYTES
         return -(-(self.width + scale_bytes) // ALIGN_BYTES) * ALIGN_BYTES // WORD_BYTES
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of each buffer of a rank that other ranks write into."""
+        """Return shape and dtype of each buffer of a rank that other ranks write into or read.
+
+        Sums that are fetched share the buffer of gradients: no exchange needs both.
+        """
         rows, word = self.capacity, torch.int32
-        sums = self.max_tokens * self.sums_a_token
+        sums = {"sums": ((self.max_tokens * self.sums_a_token, self.width), self.dtype)}
+        gradient_words = self.gradient_words
+        if self.combine_by == "get":
+            sums = {}
+            gradient_words = max(gradient_words, self._words(0))
         receive = {
             f"rows {lease}": ((rows, self.token_words), word) for lease in range(self.live_forwards)
         }
-        return receive | {
-            "gradients": ((rows, self.gradient_words), word),
-            "sums": ((sums, self.width), self.dtype),
+        return {
+            **receive,
+            "gradients": ((rows, gradient_words), word),
+            **sums,
             "meta": ((rows, META_WORDS), word),
             "weights": ((self.max_tokens * self.top_k,), torch.float32),
-            "counts": ((self.num_ranks, self.num_experts + 1), word),
+            "counts": ((self.num_ranks, self.count_words), word),
         }
 
     def buffer_bytes(self) -> dict[str, int]:

@@ -11,6 +11,7 @@ in the same way.
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ class LeasePool:
         self._taken: set[int] = set()
         self._lock = threading.Lock()  # autograd ends leases from a thread of its own
 
-    def take(self) -> tuple[int, Tensor]:
-        """Return a free buffer and the tensor whose end frees it.
+    def take(self) -> tuple[int, Tensor, Callable[[], object]]:
+        """Return a free buffer, the tensor whose end frees it, and a call that frees it sooner.
 
         Raises:
             RuntimeError: If none is free.
@@ -43,8 +44,7 @@ class LeasePool:
                 )
             self._taken.add(free[0])
         holder = torch.empty(0)
-        weakref.finalize(holder, self._end, free[0])
-        return free[0], holder
+        return free[0], holder, weakref.finalize(holder, self._end, free[0])
 
     @property
     def num_free(self) -> int:

@@ -26,6 +26,28 @@ class Shared:
     every: list[Tensor]
     pointers: Tensor
 
+    def start(self, shape: tuple[int, ...], dtype: torch.dtype) -> "Shared":
+        """Return the first bytes of each buffer, in another form."""
+        numel = torch.Size(shape).numel()
+
+        def view(buffer: Tensor) -> Tensor:
+            return buffer.view(-1).view(dtype)[:numel].view(shape)
+
+        return Shared(list(map(view, self.own)), list(map(view, self.every)), self.pointers)
+
+
+class Stack:
+    """Several buffers of one form, of which each rank says which one it has free.
+
+    Attributes:
+        buffers: The buffers.
+        pointers: int64 (buffers, ranks), their addresses.
+    """
+
+    def __init__(self, buffers: Sequence[Shared]) -> None:
+        self.buffers = list(buffers)
+        self.pointers = torch.stack([buffer.pointers for buffer in buffers])
+
 
 class Memory(Protocol):
     """Where the buffers of a group live.

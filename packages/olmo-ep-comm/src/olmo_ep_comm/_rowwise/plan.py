@@ -54,6 +54,12 @@ def count_requests(expert_ids_TK: Tensor, num_experts: int) -> Tensor:
     return offsets_E.diff(prepend=offsets_E.new_zeros(1))
 
 
+def ask_admit(requested_SE: Tensor, form: Form, admit: Admit) -> Tensor:
+    """Return int64 (S, Q, L): what the policy keeps, whatever it makes of the requests."""
+    shape = (form.num_ranks, form.num_ranks, form.local_experts)
+    return admit(requested_SE.view(shape).long(), form.capacity).long()
+
+
 def keep_requests(requested_SE: Tensor, form: Form, admit: Admit | None) -> Tensor:
     """Return int64 (S, Q, L): the kept routes of each source to each expert of each rank.
 
@@ -63,7 +69,8 @@ def keep_requests(requested_SE: Tensor, form: Form, admit: Admit | None) -> Tens
     requested_SQL = requested_SE.view(form.num_ranks, form.num_ranks, form.local_experts).long()
     kept_SQL = requested_SQL
     if admit is not None:
-        kept_SQL = admit(requested_SQL, form.capacity).long().clamp(min=0).minimum(requested_SQL)
+        admitted_SQL = ask_admit(requested_SE, form, admit)
+        kept_SQL = admitted_SQL.clamp(min=0).minimum(requested_SQL)
     running_QC = kept_SQL.permute(1, 2, 0).flatten(1).cumsum(1).clamp(max=form.capacity)
     kept_QC = running_QC.diff(dim=1, prepend=torch.zeros_like(running_QC[:, :1]))
     shape = (form.num_ranks, form.local_experts, form.num_ranks)

@@ -14,8 +14,10 @@ from olmo_ep_comm._checks import check_num_experts, check_results
 from olmo_ep_comm._codec import PairCodec
 from olmo_ep_comm._interface import Dispatched
 
+from .buffers import Buffers, Settings
 from .checks import check_call, make_form
-from .exchange import Buffers, RowwiseExchange, Settings
+from .exchange import RowwiseExchange
+from .form import CombineBy
 from .impl import Impl, pick_moves
 from .memory import InProcessMemory
 from .plan import Admit
@@ -38,6 +40,7 @@ class VirtualRowwise:
         live_forwards: int = 1,
         codec: PairCodec | None = None,
         backward_codec: PairCodec | None = None,
+        combine_by: CombineBy = "put",
         impl: Impl = "auto",
         device: torch.device | str = "cpu",
     ) -> None:
@@ -66,6 +69,7 @@ class VirtualRowwise:
             live_forwards=live_forwards,
             codec=codec,
             backward_codec=backward_codec,
+            combine_by=combine_by,
         )
         device = torch.empty(0, device=device).device  # with its index
         settings = Settings(

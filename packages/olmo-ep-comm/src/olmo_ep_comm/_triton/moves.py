@@ -10,11 +10,13 @@ import triton
 from torch import Tensor
 
 from olmo_ep_comm._rowwise.form import Form
-from olmo_ep_comm._rowwise.memory import Shared
+from olmo_ep_comm._rowwise.memory import Shared, Stack
 from olmo_ep_comm._rowwise.plan import SourcePlan
 
 from . import row_kernels as rows
 from . import word_kernels as words
+from .plan import put_plan as put_plan
+from .plan import put_requests as put_requests
 
 LINK_PROGRAMS = 132
 """Programs that write into peers: one for each multiprocessor of an H200."""
@@ -25,29 +27,19 @@ _COLUMNS = 2048
 _ROUTES = 256
 
 
-def put_counts(peers: Shared, rank: int, counts_E: Tensor, lease: int) -> None:
-    """Write this rank's requests, and the receive buffer it has free, to every rank."""
-    E = len(counts_E)
-    with torch.cuda.device_of(counts_E):
-        words.put_counts_kernel[(len(peers.pointers),)](
-            peers.pointers, counts_E, lease, rank, E=E, BLOCK=triton.next_power_of_2(E + 1)
-        )
-
-
-def put_rows(peers: list[Shared], leases_R: Tensor, words_TW: Tensor, plan: SourcePlan) -> None:
+def put_rows(peers: Stack, leases_R: Tensor, words_TW: Tensor, plan: SourcePlan) -> None:
     """Write each token once into every rank it goes to: into its head."""
     num_tokens, width = words_TW.shape
-    addresses = torch.stack([peer.pointers for peer in peers])
     with torch.cuda.device_of(words_TW):
         rows.put_rows_kernel[(LINK_PROGRAMS,)](
-            addresses,
+            peers.pointers,
             leases_R,
             words_TW,
             plan.rank_TK,
             plan.row_TK,
             plan.sum_TK,
             num_tokens,
-            addresses.shape[1],
+            peers.pointers.shape[1],
             leases_R.stride(0),
             W=width,
             K=plan.row_TK.shape[1],
@@ -56,23 +48,15 @@ def put_rows(peers: list[Shared], leases_R: Tensor, words_TW: Tensor, plan: Sour
         )
 
 
-def put_meta(peers: Shared, rank: int, weights_TK: Tensor, plan: SourcePlan, form: Form) -> None:
-    """Write what each row is: next row of its token, route, place of its sum, and weight."""
-    num_routes = plan.row_TK.numel()
-    if not num_routes:
-        return
-    with torch.cuda.device_of(weights_TK):
-        words.put_meta_kernel[(triton.cdiv(num_routes, _ROUTES),)](
-            peers.pointers,
-            plan.rank_TK,
-            plan.row_TK,
-            plan.next_TK,
-            plan.sum_TK,
-            weights_TK.contiguous().view(torch.int32),
-            num_routes,
-            rank * form.max_tokens * form.top_k,
-            BLOCK=_ROUTES,
+def take_meta(meta_C4: Tensor, num_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what each row is, and its weight, in memory that the next dispatch leaves alone."""
+    kept_C4 = torch.empty_like(meta_C4)
+    weights_C = torch.empty(len(meta_C4), dtype=torch.float32, device=meta_C4.device)
+    with torch.cuda.device_of(meta_C4):
+        words.take_meta_kernel[(triton.cdiv(len(meta_C4), _ROUTES),)](
+            meta_C4, kept_C4, weights_C.view(torch.int32), num_rows, BLOCK=_ROUTES
         )
+    return kept_C4, weights_C
 
 
 def fan_out(words_CW: Tensor, out_CW: Tensor, meta_C4: Tensor, num_rows: Tensor) -> None:
@@ -103,6 +87,35 @@ def put_sums(peers: Shared, y_CD: Tensor, meta_C4: Tensor, num_rows: Tensor, for
             BLOCK=_block(form.width),
             num_warps=8,
         )
+
+
+def keep_sums(sums_CD: Tensor, y_CD: Tensor, meta_C4: Tensor, num_rows: Tensor) -> None:
+    """Add the rows of each chain and keep the sum here, at the head."""
+    width = y_CD.shape[1]
+    with torch.cuda.device_of(y_CD):
+        rows.keep_sums_kernel[(LOCAL_PROGRAMS,)](
+            sums_CD, y_CD, meta_C4, num_rows, D=width, BLOCK=_block(width), num_warps=8
+        )
+
+
+def get_sums(peers: Shared, plan: SourcePlan, form: Form) -> Tensor:
+    """Return (T, D): the sums of each token, fetched from where `keep_sums` kept them."""
+    num_tokens, own = len(plan.row_TK), peers.own[0]
+    y_TD = torch.empty(num_tokens, form.width, dtype=own.dtype, device=own.device)
+    with torch.cuda.device_of(y_TD):
+        rows.get_sums_kernel[(LINK_PROGRAMS,)](
+            peers.pointers,
+            plan.rank_TK,
+            plan.row_TK,
+            plan.sum_TK,
+            y_TD,
+            num_tokens,
+            K=form.top_k,
+            D=form.width,
+            BLOCK=_block(form.width),
+            num_warps=8,
+        )
+    return y_TD
 
 
 def put_weights(

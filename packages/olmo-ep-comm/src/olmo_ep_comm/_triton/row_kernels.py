@@ -100,6 +100,56 @@ def put_sums_kernel(peers, y, meta, num_rows, slots_a_rank, D: tl.constexpr, BLO
         row += tl.num_programs(0)
 
 
+@triton.jit
+def keep_sums_kernel(sums, y, meta, num_rows, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows: a head adds its chain and keeps the sum in its own place."""
+    row = tl.program_id(0).to(tl.int64)
+    last = tl.load(num_rows)
+    while row < last:
+        if tl.load(meta + row * 4 + 2) >= 0:
+            for first in range(0, D, BLOCK):
+                column = first + tl.arange(0, BLOCK)
+                inside = column < D
+                total = tl.load(y + row * D + column, mask=inside).to(tl.float32)
+                following = tl.load(meta + row * 4).to(tl.int64)
+                while following >= 0:
+                    total += tl.load(y + following * D + column, mask=inside).to(tl.float32)
+                    following = tl.load(meta + following * 4).to(tl.int64)
+                tl.store(sums + row * D + column, total.to(y.dtype.element_ty), mask=inside)
+        row += tl.num_programs(0)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def get_sums_kernel(
+    peers,
+    ranks,
+    rows,
+    sums,
+    out,
+    num_tokens,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Tokens: the sums at the heads of its routes, fetched in the order of their slots."""
+    token = tl.program_id(0).to(tl.int64)
+    while token < num_tokens:
+        for first in range(0, D, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            inside = column < D
+            total = tl.zeros((BLOCK,), tl.float32)
+            for slot in tl.static_range(K):  # unrolled, so that the loads overlap
+                route = token * K + slot
+                is_head = tl.load(sums + route) >= 0
+                address = tl.load(peers + tl.load(ranks + route), mask=is_head, other=0)
+                row = tl.load(rows + route).to(tl.int64)
+                source = address.to(tl.pointer_type(out.dtype.element_ty)) + row * D
+                at = tl.multiple_of(source, 16) + column
+                total += tl.load(at, mask=inside & is_head, other=0.0).to(tl.float32)
+            tl.store(out + token * D + column, total.to(out.dtype.element_ty), mask=inside)
+        token += tl.num_programs(0)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def add_sums_kernel(
     sums, num_sums, out, num_tokens, F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
