@@ -55,6 +55,7 @@ def _compare(rank: int, world: int) -> None:
     group = nccl_group(rank)
     try:
         ours, theirs = make(group), AllToAllDispatcher(num_experts=E, group=group)
+        fetching = make(group, combine_by="get")
         for seed, tokens in enumerate(((64, 64), (64, 0), (0, 0), (1, 33))):
             inputs = make_inputs(rank, tokens[rank], seed)
             with torch.no_grad():
@@ -74,6 +75,8 @@ def _compare(rank: int, world: int) -> None:
             assert ((y[0] - y[1]).abs().float() <= bound_T1 * inputs[0].abs().float()).all()
             assert ((grad[0] - grad[1]).abs().float() <= bound_T1).all()
             torch.testing.assert_close(*grad_weights, rtol=1e-2, atol=1e-2)
+            fetched = run_layer(fetching, inputs)
+            assert all(map(torch.equal, fetched, (y[0], grad[0], grad_weights[0])))
     finally:
         dist.destroy_process_group(group)
 
@@ -82,10 +85,10 @@ def test_rows_are_those_of_all_to_all(processes):
     processes.run(_compare, world=2, timeout=180)
 
 
-def _never_wait_and_capture(rank: int, world: int) -> None:
+def _never_wait_and_capture(rank: int, world: int, combine_by: str) -> None:
     group = nccl_group(rank)
     try:
-        dispatcher = make(group)
+        dispatcher = make(group, combine_by=combine_by)
         static = make_inputs(rank, 64)
         run_layer(dispatcher, static)
         torch.cuda.synchronize()
@@ -115,14 +118,15 @@ def _never_wait_and_capture(rank: int, world: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_the_host_never_waits_and_a_graph_replays_other_routes(processes):
-    processes.run(_never_wait_and_capture, world=2, timeout=180)
+@pytest.mark.parametrize("combine_by", ["put", "get"])
+def test_the_host_never_waits_and_a_graph_replays_other_routes(processes, combine_by):
+    processes.run(_never_wait_and_capture, combine_by, world=2, timeout=180)
 
 
-def _stress(rank: int, world: int) -> None:
+def _stress(rank: int, world: int, combine_by: str) -> None:
     group = nccl_group(rank)
     try:
-        dispatcher = make(group, live_forwards=2)
+        dispatcher = make(group, live_forwards=2, combine_by=combine_by)
         barrier = dispatcher._buffers.memory.barrier
         late = torch.Generator().manual_seed(rank)
 
@@ -141,8 +145,9 @@ def _stress(rank: int, world: int) -> None:
         dist.destroy_process_group(group)
 
 
-def test_late_gpus_never_meet_overwritten_rows(processes):
-    processes.run(_stress, world=2, timeout=180)
+@pytest.mark.parametrize("combine_by", ["put", "get"])
+def test_late_gpus_never_meet_overwritten_rows(processes, combine_by):
+    processes.run(_stress, combine_by, world=2, timeout=180)
 
 
 def _send_pairs(rank: int, world: int) -> None:
