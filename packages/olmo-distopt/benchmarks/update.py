@@ -1,10 +1,11 @@
-"""The AdamW step with a BF16 copy out, and adding a BF16 gradient to FP32, beside a plain copy."""
+"""The AdamW step with a BF16 copy out, and adding a BF16 gradient to FP32, beside plain copies."""
 
 from collections.abc import Callable, Iterator
 
 import torch
 from cells import Cell, Settings
 from olmo_distopt import GradientReducer, ReplicaGroups, ShardedAdamW
+from olmo_distopt._impl import Impl
 from timing import interleave
 from torch import nn
 
@@ -15,17 +16,21 @@ ALONE = ReplicaGroups({"alone": None}, lambda *_: "alone")
 
 
 def measure(settings: Settings) -> Iterator[Cell]:
-    """The update of one large tensor, then the accumulation."""
+    """The update of one large tensor, and of many small ones, then the accumulation."""
     numel = 10_000 if settings.dry else 2_000_000_000
     _Updates(5000, settings).require_agreement()
     updates = _Updates(numel, settings)
     yield Cell(
         topic="update",
         what=f"AdamW step of {numel:.1e} FP32 parameters and their BF16 copy",
-        samples=interleave(updates.calls, settings.rounds),
+        samples=interleave(
+            updates.calls | {"torch copies of as many bytes": updates.copy_bytes}, settings.rounds
+        ),
         num_bytes=ADAMW_BYTES * numel,
     )
     del updates
+    count, size = (20, 256) if settings.dry else (2000, 4096)
+    yield _small(count, size, settings)
     yield _accumulate(numel, settings)
 
 
@@ -58,6 +63,14 @@ class _Updates:
         }
         self.calls["torch fused, then a copy"] = self._step_fused
 
+    def copy_bytes(self) -> None:
+        """Copy FP32, 8 bytes an element, 3 3/4 times: over the gradients, which may be anything."""
+        line, source = vars(self.weight)["main_grad"], self._main.detach()
+        for _ in range(3):
+            line.copy_(source)
+        part = 3 * line.numel() // 4
+        line[:part].copy_(source[:part])
+
     def _step_fused(self) -> None:
         self._fused.step()
         self.weight.detach().copy_(self._main.detach())
@@ -78,6 +91,54 @@ class _Updates:
             difference = float((main - want).abs().max())
             if not difference < 1e-6 or torch.equal(main, torch.ones_like(main)):
                 raise RuntimeError(f"{name} is {difference} from torch after three steps")
+
+
+def _small(count: int, numel: int, settings: Settings) -> Cell:
+    """One step of `count` tensors of `numel` elements each: launches count, not bytes."""
+    impls: tuple[Impl, ...] = ("reference",)
+    if settings.device == "cuda":
+        impls += ("triton",)
+    made = {name: _tensors(count, numel, settings.device) for name in (*impls, "fused")}
+    calls: dict[str, Callable[[], object]] = {}
+    for impl in impls:
+        named = [(f"w{i}", weight) for i, weight in enumerate(made[impl])]
+        optimizer = ShardedAdamW(named, ALONE, lr=LR, decay=lambda *_: True, impl=impl)
+        calls[f"ours, {impl}"] = optimizer.step
+    mains = [nn.Parameter(weight.detach().float()) for weight in made["fused"]]
+    for main, weight in zip(mains, made["fused"], strict=True):
+        main.grad = vars(weight)["main_grad"]
+    fused = torch.optim.AdamW(mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
+    copies = [weight.detach() for weight in made["fused"]]
+
+    def step_fused() -> None:
+        fused.step()
+        torch._foreach_copy_(copies, [main.detach() for main in mains])
+
+    calls["torch fused, then a copy"] = step_fused
+    for call in calls.values():
+        call()
+    want = made.pop("fused")
+    for name, weights in made.items():
+        for mine, theirs in zip(weights, want, strict=True):
+            if not torch.allclose(mine, theirs, rtol=2.0**-7) or torch.equal(
+                mine, torch.full_like(mine, 0.01)
+            ):
+                raise RuntimeError(f"{name} differs from torch after a step of small tensors")
+    return Cell(
+        topic="update",
+        what=f"AdamW step of {count} tensors of {numel} parameters and their BF16 copies",
+        samples=interleave(calls, settings.rounds),
+        num_bytes=ADAMW_BYTES * count * numel,
+    )
+
+
+def _tensors(count: int, numel: int, device: str) -> list[nn.Parameter]:
+    weights = [
+        nn.Parameter(torch.full((numel,), 0.01, device=device).bfloat16()) for _ in range(count)
+    ]
+    for weight in weights:
+        vars(weight)["main_grad"] = torch.full((numel,), -1.0, device=device)
+    return weights
 
 
 def _accumulate(numel: int, settings: Settings) -> Cell:

@@ -33,9 +33,13 @@ def test_a_dry_run_compares_the_contenders_and_writes_a_report(tmp_path, monkeyp
     assert _main(monkeypatch, *arguments) == 0
     (report,) = tmp_path.glob("*.md")
     text = report.read_text()
-    for contender in ("ours, reference", "torch fused, then a copy", "torch.optim.Muon"):
+    for contender in (
+        *("ours, reference", "torch fused, then a copy", "torch.optim.Muon"),
+        *("torch copies of as many bytes", "torch copy of FP32"),
+    ):
         assert f"| {contender} |" in text, contender
     assert "optimizer   12." in text
+    assert "AdamW step of 20 tensors of 256 parameters" in text
     assert "FAILED" not in text
     assert list(tmp_path.glob("*.json"))
 

@@ -70,6 +70,35 @@ def test_a_step_reads_nothing_from_the_device(alone, make, impl):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(NO_CUDA, reason="needs a CUDA device")
+def test_a_captured_step_is_a_step(alone):
+    def make():
+        values = [torch.arange(1.0, numel + 1).cos() for numel in (64, 7, 5000, 4096)]
+        named = [(f"p{i}", nn.Parameter(v.cuda().bfloat16())) for i, v in enumerate(values)]
+        for _, parameter in named:
+            vars(parameter)["main_grad"] = parameter.detach().float() * 0.1
+        return named, ShardedAdamW(named, alone, lr=0.1, impl="triton")
+
+    named, optimizer = make()
+    eager, other = make()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for _ in range(3):
+        graph.replay()
+    for _ in range(4):
+        other.step()
+    assert optimizer.num_steps == other.num_steps == 4
+    for (_, mine), (_, theirs) in zip(named, eager, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(NO_CUDA, reason="needs a CUDA device")
 def test_gradients_of_another_stream_are_waited_for(alone):
     """The reduction is launched from one stream, a gradient was added on another, late."""
     first, second = (nn.Parameter(torch.zeros(1 << 20, device="cuda")) for _ in range(2))

@@ -150,3 +150,101 @@ def test_a_verdict_of_the_guard_is_obeyed():
     optimizer.step(skip=guard.check(loss.nan_to_num(1.0), loss.nan_to_num(1.0)))
     assert not torch.equal(weight, before)
     assert int(guard.num_skipped) == 1
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The number of programs of each launch of the update."""
+    from olmo_distopt._triton import adamw
+
+    seen: list[int] = []
+    kernel = adamw._adamw_kernel
+
+    class Counted:
+        def __getitem__(self, grid):
+            seen.append(grid[0])
+            return kernel[grid]
+
+    monkeypatch.setattr(adamw, "_adamw_kernel", Counted())
+    return seen
+
+
+def _many(numels, dtypes):
+    return [
+        (f"w{i}", nn.Parameter(_draw(numel, i, dtypes[i % len(dtypes)])))
+        for i, numel in enumerate(numels)
+    ]
+
+
+def _set_grads(named, step, skewed=()):
+    for i, (_, parameter) in enumerate(named):
+        line = _draw(parameter.numel() + 1, 100 * step + i)
+        first = int(i in skewed)  # a line that does not start at a multiple of 16 bytes
+        parameter.main_grad = line[first : first + parameter.numel()].view_as(parameter)
+
+
+def _state(optimizer):
+    return {k: getattr(v, "local", v) for k, v in optimizer.state_dict().items() if k != "step"}
+
+
+OPTIONS = {
+    "decay": lambda name, _: int(name[1:]) % 2,
+    "lr_scale": lambda name, _: 0.5 if name == "w0" else 1.0,
+    "impl": "triton",
+}
+
+
+@settings(SETTINGS, max_examples=6)
+@given(
+    numels=st.lists(st.sampled_from([0, *SIZES, 16, 2048]), min_size=1, max_size=7),
+    dtypes=st.lists(st.sampled_from([*LOW, torch.float32]), min_size=1, max_size=2),
+    skewed=st.sets(st.integers(0, 6)),
+    skips=st.booleans(),
+)
+def test_tensors_of_one_launch_get_the_bits_of_each_alone(launches, numels, dtypes, skewed, skips):
+    together, apart = (_many(numels, dtypes) for _ in range(2))
+    optimizer = ShardedAdamW(together, ALONE, lr=0.1, **OPTIONS)
+    single = [ShardedAdamW([pair], ALONE, lr=0.1, **OPTIONS) for pair in apart]
+    for step in range(2):
+        skip = torch.tensor(step == 1, device=DEVICE) if skips else None
+        factor = torch.tensor(0.5, device=DEVICE)
+        for named in (together, apart):
+            _set_grads(named, step, skewed)
+        launches.clear()
+        optimizer.step(grad_scale=factor, skip=skip)
+        forms = {
+            (i % 2, i == 0, p.dtype, i in skewed or p.numel() % 16 > 0)
+            for i, (_, p) in enumerate(together)
+            if p.numel()
+        }
+        assert len(launches) == len(forms)
+        assert sum(launches) == sum(-(-numel // 1024) for numel in numels)
+        for one in single:
+            one.step(grad_scale=factor, skip=skip)
+    want = {key: value for one in single for key, value in _state(one).items()}
+    for key, value in _state(optimizer).items():
+        assert torch.equal(value, want[key]), key
+    for (name, mine), (_, other) in zip(together, apart, strict=True):
+        assert torch.equal(mine, other), name
+
+
+def test_a_hundred_small_tensors_are_one_launch_and_one_table(launches):
+    """Tables are kept from step to step, and made again for tensors that have moved."""
+    named = _many([64] * 100, [torch.float32])
+    optimizer = ShardedAdamW(named, ALONE, lr=0.1, decay=lambda *_: True, impl="triton")
+    plain = _many([64] * 100, [torch.float32])
+    reference_ = ShardedAdamW(plain, ALONE, lr=0.1, decay=lambda *_: True, impl="reference")
+    tables = []
+    for step in range(4):
+        if step in (0, 3):
+            _set_grads(named, step)
+        for (_, mine), (_, other) in zip(named, plain, strict=True):
+            other.main_grad = mine.main_grad
+        optimizer.step()
+        reference_.step()
+        ((table,),) = (kept.values() for kept in optimizer._adamw._tables.values())
+        tables.append(table.table)
+    assert launches == [100] * 4
+    assert [tables[0] is table for table in tables] == [True, True, True, False]
+    for (name, mine), (_, other) in zip(named, plain, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6, msg=name)

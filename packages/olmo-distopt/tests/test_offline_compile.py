@@ -74,23 +74,33 @@ def assert_fits(kernel: Any) -> None:
 @pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16])
 def test_adamw_spills_nothing_and_moves_16_bytes_at_a_time(capability, guarded, moment_dtype):
-    from olmo_distopt._triton.adamw import adamw
+    """Lines that start and end at multiples of 16; of the others one launch and no more is said."""
+    from olmo_distopt._triton.adamw import Line, adamw
 
-    line, number = torch.zeros(NUMEL), torch.zeros(())
-    moments = (torch.zeros(NUMEL, dtype=moment_dtype), torch.zeros(NUMEL, dtype=moment_dtype))
+    number = torch.zeros(())
+
+    def line(numel):
+        moments = [torch.zeros(numel, dtype=moment_dtype) for _ in range(2)]
+        copy = torch.zeros(numel, dtype=torch.bfloat16)
+        return Line(torch.zeros(numel), torch.zeros(numel), *moments, copy)
+
     with compiling_for(capability) as compiled:
         adamw(
-            *(line, line, *moments, torch.zeros(NUMEL, dtype=torch.bfloat16)),
-            *(number, number, number if guarded else None),
+            [line(NUMEL), line(NUMEL + 1), line(16), line(7)],
+            *({}, number, number, number if guarded else None),
             torch.tensor(False) if guarded else None,
             betas=(0.9, 0.95),
             eps=1e-8,
             keep=0.9,
         )
-    (kernel,) = compiled
-    assert_fits(kernel)
-    for width in ("ld.global.v4.b32", "st.global.v4.b32"):
-        assert width in kernel.asm["ptx"], f"no {width}"
+    aligned, other = compiled
+    for kernel in compiled:
+        assert_fits(kernel)
+    wide = re.findall(r"(?:ld|st)\.global\.v4\.b32", aligned.asm["ptx"])
+    # Blocks of 1024 elements by 128 threads: twice 4 elements each of main, gradient and moments.
+    assert len(wide) == (2 * (4 + 3) if moment_dtype == torch.float32 else 2 * (2 + 1))
+    assert aligned.metadata.shared == 0, "a line goes through shared memory"
+    assert ".v4.b32" not in other.asm["ptx"]
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -102,5 +112,6 @@ def test_accumulate_spills_nothing_and_moves_16_bytes_at_a_time(capability, dtyp
         accumulate(torch.zeros(NUMEL), torch.zeros(NUMEL, dtype=dtype))
     (kernel,) = compiled
     assert_fits(kernel)
+    assert kernel.metadata.shared == 0, "a line goes through shared memory"
     for width in ("ld.global.v4.b32", "st.global.v4.b32"):
         assert width in kernel.asm["ptx"], f"no {width}"

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
-from ._adamw_update import AdamWRule, update_adamw
+from ._adamw_update import AdamWRule, AdamWUpdate
 from ._buckets import BUCKET_BYTES
 from ._flat_shard import Location
 from ._groups import ReplicaGroups
@@ -89,7 +89,8 @@ class ShardedAdamW(ShardedOptimizer):
         after_rebuild: Rebuilt | None = None,
         impl: Impl = "auto",
     ) -> None:
-        self._rule = AdamWRule(betas=betas, eps=eps, moment_dtype=moment_dtype, impl=impl)
+        rule = AdamWRule(betas=betas, eps=eps, moment_dtype=moment_dtype, impl=impl)
+        self._adamw = AdamWUpdate(rule)
 
         def plan(members: list[Member]) -> list[Plan]:
             for _, parameter, _ in members:
@@ -97,7 +98,7 @@ class ShardedAdamW(ShardedOptimizer):
             return [
                 Plan(
                     equal_ranges(parameter.numel(), group.size, min_shard_numel),
-                    self._rule.moments(),
+                    rule.moments(),
                 )
                 for _, parameter, group in members
             ]
@@ -122,12 +123,10 @@ class ShardedAdamW(ShardedOptimizer):
         grad_scale: torch.Tensor | None,
         skip: torch.Tensor | None,
     ) -> None:
-        corrections = self._rule.corrections(self._num_steps)
-        for state, grad in zip(self._states, grads, strict=True):
-            update_adamw(
-                *(state, grad, self._rule, corrections),
-                lr=lr * state.lr_scale,
-                decay=self._weight_decay * state.decay,
-                grad_scale=grad_scale,
-                skip=skip,
-            )
+        self._adamw.update(
+            *(self._states, grads, self._num_steps),
+            lr=lr,
+            weight_decay=self._weight_decay,
+            grad_scale=grad_scale,
+            skip=skip,
+        )

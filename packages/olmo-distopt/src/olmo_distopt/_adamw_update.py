@@ -1,4 +1,4 @@
-"""One AdamW update of one line of elements, in place, by plain torch or by a Triton kernel.
+"""One AdamW update of lines of elements, in place, by plain torch or by a Triton kernel.
 
 The elementwise rule is that of `reference.adamw`, in the order of operations of
 `torch.optim.AdamW`; in float32, whatever the dtype of the moments.
@@ -7,7 +7,9 @@ The elementwise rule is that of `reference.adamw`, in the order of operations of
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -71,60 +73,115 @@ class Corrections:
     root: torch.Tensor
 
 
-def update_adamw(
-    state: TensorState,
-    grad: torch.Tensor,
-    rule: AdamWRule,
-    corrections: Corrections,
-    *,
-    lr: float,
-    decay: float,
-    grad_scale: torch.Tensor | None,
-    skip: torch.Tensor | None,
-) -> None:
-    """Update main weights and moments in place, and write the weights into the parameter.
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Main weights, gradient, both moments, and the parameter's elements that receive the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rates:
+    """What one step does to all elements of the same factors, on their device.
+
+    Attributes:
+        minus_rate: 0-d float32, `-lr / (1 - b1^t)`.
+        root_correction: 0-d float32, `sqrt(1 - b2^t)`.
+        grad_scale: 0-d float32 or None.
+        skip: 0-d bool or None.
+        keep: `1 - lr * weight_decay`.
+    """
+
+    minus_rate: torch.Tensor
+    root_correction: torch.Tensor
+    grad_scale: torch.Tensor | None
+    skip: torch.Tensor | None
+    keep: float
+
+
+class AdamWUpdate:
+    """The update of many parameters' states, in place.
+
+    With the kernel there is one launch for all that share device, rates, dtypes and alignment.
 
     Args:
-        state: with the moments `exp_avg` and `exp_avg_sq`.
-        grad: (length,) any floating dtype.
         rule: the constants.
-        corrections: of this step.
-        lr: learning rate of this parameter.
-        decay: weight decay of this parameter, a rate.
-        grad_scale: 0-d factor of the gradient, or None.
-        skip: 0-d bool; where True nothing changes a bit. None: False.
     """
-    main, device = state.main, state.main.device
-    if main.numel() == 0:
-        return
-    minus_rate = (-lr / corrections.mean).to(device, torch.float32)
-    root_correction = corrections.root.to(device, torch.float32)
-    grad_scale = None if grad_scale is None else grad_scale.to(device, torch.float32)
-    skip = None if skip is None else skip.to(device)
-    exp_avg, exp_avg_sq = state.moments[EXP_AVG], state.moments[EXP_AVG_SQ]
-    copy = state.slice_of(state.parameter)
-    if runs_kernel(rule.impl, device):
-        from ._triton.adamw import adamw
+
+    def __init__(self, rule: AdamWRule) -> None:
+        self._rule = rule
+        # Where the kernel's lines are, by device and factors of the rates.
+        self._tables: dict[tuple[torch.device, float, float], dict[Hashable, Any]] = {}
+
+    def update(
+        self,
+        states: Sequence[TensorState],
+        grads: Sequence[torch.Tensor],
+        num_steps: torch.Tensor,
+        *,
+        lr: float,
+        weight_decay: float,
+        grad_scale: torch.Tensor | None,
+        skip: torch.Tensor | None,
+    ) -> None:
+        """Update main weights and moments, and write the weights into the parameters.
+
+        Args:
+            states: with the moments `exp_avg` and `exp_avg_sq`.
+            grads: (length,) each, any floating dtype.
+            num_steps: 0-d int64, this step included.
+            lr: learning rate, of which each state has a factor.
+            weight_decay: likewise, a rate.
+            grad_scale: 0-d factor of the gradients, or None.
+            skip: 0-d bool; where True nothing changes a bit. None: False.
+        """
+        together: dict[tuple[torch.device, float, float], list[Tensors]] = {}
+        for state, grad in zip(states, grads, strict=True):
+            if state.main.numel():
+                tensors = (
+                    *(state.main, grad, state.moments[EXP_AVG], state.moments[EXP_AVG_SQ]),
+                    state.slice_of(state.parameter),
+                )
+                key = (state.main.device, state.lr_scale, state.decay)
+                together.setdefault(key, []).append(tensors)
+        corrections = self._rule.corrections(num_steps)
+        for key, lines in together.items():
+            device, lr_scale, decay = key
+            rates = _Rates(
+                minus_rate=(-(lr * lr_scale) / corrections.mean).to(device, torch.float32),
+                root_correction=corrections.root.to(device, torch.float32),
+                grad_scale=None if grad_scale is None else grad_scale.to(device, torch.float32),
+                skip=None if skip is None else skip.to(device),
+                keep=1 - lr * lr_scale * (weight_decay * decay),
+            )
+            if runs_kernel(self._rule.impl, device):
+                self._launch(lines, rates, self._tables.setdefault(key, {}))
+            else:
+                for line in lines:
+                    _update(line, rates, self._rule)
+
+    def _launch(self, lines: list[Tensors], rates: _Rates, tables: dict[Hashable, Any]) -> None:
+        from ._triton.adamw import Line, adamw
 
         adamw(
-            *(main, grad, exp_avg, exp_avg_sq, copy),
-            *(minus_rate, root_correction, grad_scale, skip),
-            betas=rule.betas,
-            eps=rule.eps,
-            keep=1 - lr * decay,
+            *([Line(*line) for line in lines], tables),
+            *(rates.minus_rate, rates.root_correction, rates.grad_scale, rates.skip),
+            betas=self._rule.betas,
+            eps=self._rule.eps,
+            keep=rates.keep,
         )
-        return
+
+
+def _update(line: Tensors, rates: _Rates, rule: AdamWRule) -> None:
+    main, grad, exp_avg, exp_avg_sq, copy = line
     beta1, beta2 = rule.betas
-    grad = grad.float() if grad_scale is None else grad.float() * grad_scale
+    grad = grad.float() if rates.grad_scale is None else grad.float() * rates.grad_scale
     old = (main, exp_avg, exp_avg_sq)
-    new_main, mean, square = (each.to(torch.float32, copy=skip is not None) for each in old)
-    if decay:
-        new_main.mul_(1 - lr * decay)
+    new_main, mean, square = (each.to(torch.float32, copy=rates.skip is not None) for each in old)
+    if rates.keep != 1:
+        new_main.mul_(rates.keep)
     mean.lerp_(grad, 1 - beta1)
     square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    root = square.sqrt().div_(root_correction).add_(rule.eps)
-    new_main.addcdiv_(mean * minus_rate, root)
-    write(old, (new_main, mean, square), skip)
+    root = square.sqrt().div_(rates.root_correction).add_(rule.eps)
+    new_main.addcdiv_(mean * rates.minus_rate, root)
+    write(old, (new_main, mean, square), rates.skip)
     copy.copy_(main)
 
 

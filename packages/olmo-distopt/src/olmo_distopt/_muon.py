@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from ._adamw_update import AdamWRule, update_adamw, write
+from ._adamw_update import AdamWRule, AdamWUpdate, write
 from ._buckets import BUCKET_BYTES
 from ._flat_shard import Location
 from ._groups import ReplicaGroups
@@ -109,7 +109,8 @@ class ShardedMuon(ShardedOptimizer):
             raise ValueError(f"`scale` must be one of {get_args(Scale)}, got {scale!r}.")
         if product_dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"`product_dtype` must be bfloat16 or float32, got {product_dtype}.")
-        self._rule = AdamWRule(betas=betas, eps=eps, moment_dtype=moment_dtype, impl=impl)
+        rule = AdamWRule(betas=betas, eps=eps, moment_dtype=moment_dtype, impl=impl)
+        self._adamw = AdamWUpdate(rule)
         self._momentum, self._nesterov, self._scale = momentum, nesterov, scale
         self._num_iterations, self._product_dtype = num_iterations, product_dtype
         chosen = matrices or is_hidden_matrix
@@ -124,7 +125,7 @@ class ShardedMuon(ShardedOptimizer):
                 if name in ranges
                 else Plan(
                     equal_ranges(parameter.numel(), group.size, min_shard_numel),
-                    self._rule.moments(),
+                    rule.moments(),
                 )
                 for name, parameter, group in members
             ]
@@ -149,19 +150,19 @@ class ShardedMuon(ShardedOptimizer):
         grad_scale: torch.Tensor | None,
         skip: torch.Tensor | None,
     ) -> None:
-        corrections = self._rule.corrections(self._num_steps)
+        pairs = list(zip(self._states, grads, strict=True))
+        rest = [pair for pair in pairs if MOMENTUM not in pair[0].moments]
+        self._adamw.update(
+            *([state for state, _ in rest], [grad for _, grad in rest], self._num_steps),
+            lr=lr,
+            weight_decay=self._weight_decay,
+            grad_scale=grad_scale,
+            skip=skip,
+        )
         owned: list[TensorState] = []
         updates: list[torch.Tensor] = []
-        for state, grad in zip(self._states, grads, strict=True):
-            if MOMENTUM not in state.moments:
-                update_adamw(
-                    *(state, grad, self._rule, corrections),
-                    lr=lr * state.lr_scale,
-                    decay=self._weight_decay * state.decay,
-                    grad_scale=grad_scale,
-                    skip=skip,
-                )
-            elif state.main.numel():
+        for state, grad in pairs:
+            if MOMENTUM in state.moments and state.main.numel():
                 owned.append(state)
                 updates.append(self._averaged(state, grad, grad_scale, skip))
         directions = orthogonalize(updates, num_iterations=self._num_iterations)

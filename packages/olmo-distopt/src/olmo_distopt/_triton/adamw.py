@@ -1,9 +1,10 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
-"""The AdamW update of one line of elements in one pass over memory.
+"""The AdamW update of many lines of elements in one launch and one pass over memory.
 
 Read: main, gradient and two moments; written: main, moments and a copy of main in the parameter's
 dtype. With FP32 gradients and moments that is 28 bytes an element, and 2 of a BF16 copy. One
-program updates a block of consecutive elements, in float32; nothing is shared between programs.
+program updates a block of consecutive elements of one line, in float32; nothing is shared between
+programs, so the bits of a line do not depend on what else is in the launch.
 
 What changes from step to step and may depend on the device (corrections, clip factor, skip) is read
 through pointers, so that the host need not know it. Where `skip` holds, every load and store is
@@ -11,19 +12,50 @@ masked off. The rule is that of `reference.adamw`; products and sums may be fuse
 close to plain torch's and not bitwise equal.
 """
 
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from .line_table import LineTable, is_aligned
+
 _BLOCK = 1024
+
+_TRITON = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+}
+
+
+class Line(NamedTuple):
+    """What one update reads and writes: (length,) each, contiguous, on one device.
+
+    Attributes:
+        main: float32.
+        grad: any floating dtype.
+        exp_avg: float32 or bfloat16.
+        exp_avg_sq: of the dtype of `exp_avg`.
+        copy: of any floating dtype; receives main.
+    """
+
+    main: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    copy: torch.Tensor
 
 
 def adamw(
-    main: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    copy: torch.Tensor,
+    lines: Sequence[Line],
+    tables: dict[Hashable, LineTable],
     minus_rate: torch.Tensor,
     root_correction: torch.Tensor,
     grad_scale: torch.Tensor | None,
@@ -33,14 +65,11 @@ def adamw(
     eps: float,
     keep: float,
 ) -> None:
-    """Update in place; every line is (length,) and contiguous, on one device.
+    """Update in place, in one launch for all lines of the same dtypes and alignment.
 
     Args:
-        main: float32.
-        grad: any floating dtype.
-        exp_avg: float32 or bfloat16; `exp_avg_sq` likewise.
-        exp_avg_sq: as above.
-        copy: of any floating dtype; receives main.
+        lines: none of them empty, all on one device.
+        tables: what is kept between steps for the same lines; at first empty.
         minus_rate: 0-d float32, `-lr / (1 - b1^t)`.
         root_correction: 0-d float32, `sqrt(1 - b2^t)`.
         grad_scale: 0-d float32 or None.
@@ -49,45 +78,75 @@ def adamw(
         eps: added to the root.
         keep: `1 - lr * weight_decay`.
     """
-    numel = main.numel()
-    with torch.cuda.device_of(main):
-        _adamw_kernel[(triton.cdiv(numel, _BLOCK),)](
-            *(main, grad, exp_avg, exp_avg_sq, copy),
-            *(minus_rate, root_correction),
-            minus_rate if grad_scale is None else grad_scale,
-            minus_rate if skip is None else skip.view(torch.uint8),
-            numel,
-            *(1 - betas[0], betas[1], 1 - betas[1], eps, keep),
-            SCALED=grad_scale is not None,
-            GUARDED=skip is not None,
-            BLOCK=_BLOCK,
-            num_warps=4,
-        )
+    launches: dict[tuple[torch.dtype | bool, ...], list[Line]] = {}
+    for line in lines:
+        form = (line.grad.dtype, line.exp_avg.dtype, line.copy.dtype, is_aligned(line))
+        launches.setdefault(form, []).append(line)
+    for form, together in launches.items():
+        table = tables.setdefault(form, LineTable(_BLOCK))
+        table.place(together)
+        with torch.cuda.device_of(together[0].main):
+            _adamw_kernel[(table.owners.numel(),)](
+                *(table.table, table.owners, minus_rate, root_correction),
+                minus_rate if grad_scale is None else grad_scale,
+                minus_rate if skip is None else skip.view(torch.uint8),
+                *(1 - betas[0], betas[1], 1 - betas[1], eps, keep),
+                GRAD=_TRITON[together[0].grad.dtype],
+                MOMENT=_TRITON[together[0].exp_avg.dtype],
+                COPY=_TRITON[together[0].copy.dtype],
+                ALIGNED=form[-1],
+                SCALED=grad_scale is not None,
+                GUARDED=skip is not None,
+                BLOCK=_BLOCK,
+                num_warps=4,
+            )
+
+
+@triton.jit
+def _pointer(entry, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the address in the table at `entry` as a pointer, of 16-byte alignment if told so."""
+    pointer = tl.load(entry).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit
 def _adamw_kernel(
-    main_ptr,
-    grad_ptr,
-    exp_avg_ptr,
-    exp_avg_sq_ptr,
-    copy_ptr,
+    table,
+    owners,
     minus_rate_ptr,
     root_correction_ptr,
     grad_scale_ptr,
     skip_ptr,
-    numel,
     new_mean,
     old_square,
     new_square,
     eps,
     keep,
+    GRAD: tl.constexpr,
+    MOMENT: tl.constexpr,
+    COPY: tl.constexpr,
+    ALIGNED: tl.constexpr,
     SCALED: tl.constexpr,
     GUARDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program 0 of the grid: which block of `BLOCK` elements; the last one is masked."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """Program 0 of the grid: which block of `BLOCK` elements; the last one of a line is masked."""
+    block = tl.program_id(0)
+    row = table + tl.load(owners + block).to(tl.int64) * 7
+    main_ptr = _pointer(row, tl.float32, ALIGNED)
+    grad_ptr = _pointer(row + 1, GRAD, ALIGNED)
+    exp_avg_ptr = _pointer(row + 2, MOMENT, ALIGNED)
+    exp_avg_sq_ptr = _pointer(row + 3, MOMENT, ALIGNED)
+    copy_ptr = _pointer(row + 4, COPY, ALIGNED)
+    numel = tl.load(row + 5)
+    if ALIGNED:
+        numel = tl.multiple_of(numel, 16)
+    offsets = (block - tl.load(row + 6)) * BLOCK + tl.arange(0, BLOCK)
+    # Four a thread at a time, also of 16 bits: eight would give FP32 another layout, and each line
+    # would pass through shared memory between the two.
+    offsets = tl.max_contiguous(offsets, 4)
     mask = offsets < numel
     if GUARDED:
         mask = mask & (tl.load(skip_ptr) == 0)

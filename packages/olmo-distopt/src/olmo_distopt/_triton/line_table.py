@@ -1,0 +1,60 @@
+"""Many lines of elements for one launch: where they are, and which block of the grid has which.
+
+A row of the table is the addresses of what belongs to one line, its number of elements and the
+first block of the grid that is its own. The table is made on the host, goes to the device without a
+wait, and is kept as long as the addresses stay what they are, as they do from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+ALIGN_BYTES = 16
+"""What a thread moves at a time, and the elements that a line must have a multiple of for it."""
+
+
+class LineTable:
+    """The table of the lines of one launch; a block is `block` elements of one line.
+
+    A step that is captured in a CUDA graph reads the table of its capture: the same optimizer must
+    not step with tensors elsewhere while the graph is in use.
+
+    Attributes:
+        table: int64 (lines, addresses + 2), on the device.
+        owners: int32 (blocks), the line of each block.
+    """
+
+    table: torch.Tensor
+    owners: torch.Tensor
+
+    def __init__(self, block: int) -> None:
+        self._block = block
+        self._places: list[tuple[int, ...]] = []
+
+    def place(self, lines: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Make the table say where `lines` are: tensors of one length each, on one device."""
+        places = [(*(each.data_ptr() for each in line), line[0].numel()) for line in lines]
+        if places == self._places:
+            return
+        rows = torch.tensor(places, dtype=torch.int64)
+        blocks = (rows[:, -1] + self._block - 1) // self._block
+        first = blocks.cumsum(0) - blocks
+        owners = torch.arange(len(places), dtype=torch.int32).repeat_interleave(blocks)
+        device = lines[0][0].device
+        self.table = _upload(torch.cat([rows, first[:, None]], 1), device)
+        self.owners = _upload(owners, device)
+        self._places = places
+
+
+def is_aligned(line: Sequence[torch.Tensor]) -> bool:
+    """Return whether all of a line can be moved 16 bytes at a time."""
+    starts = all(each.data_ptr() % ALIGN_BYTES == 0 for each in line)
+    return starts and line[0].numel() % ALIGN_BYTES == 0
+
+
+def _upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type != "cuda":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
