@@ -1,7 +1,14 @@
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from olmo_distopt import ReplicaGroups
 from torch import nn
+
+# importlib mode puts no folder on the path.
+sys.path.append(str(Path(__file__).parent))
+from rank_threads import threads as threads
 
 torch.set_num_threads(1)
 

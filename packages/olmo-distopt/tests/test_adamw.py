@@ -363,7 +363,12 @@ def _step(rank, world, shapes, group_of, dtype, min_shard_numel, bucket_bytes):
         named, groups, lr=0.01, min_shard_numel=min_shard_numel, bucket_bytes=bucket_bytes
     )
     empty = torch.empty
-    torch.empty = lambda *size, **kwargs: empty(*size, **kwargs).fill_(math.nan)
+
+    def poisoned(*size, **options):
+        tensor = empty(*size, **options)
+        return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
+
+    torch.empty = poisoned
     try:
         for step in range(3):
             for index, (_, parameter) in enumerate(named):
@@ -399,8 +404,26 @@ def test_any_group_equals_one_process(
 ):
     group_of = [data.draw(st.sampled_from(["all", "own"])) for _ in shapes]
     arguments = (shapes, group_of, dtype, min_shard_numel, bucket_bytes)
-    results = processes.run(_step, *arguments, world=world)
+    _compare_with_torch(processes, world, *arguments)
 
+
+@settings(max_examples=4, deadline=None)
+@given(
+    world=st.integers(5, 7),
+    sizes=st.lists(st.sampled_from([0, 1, 3, 8]), min_size=1, max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    bucket_bytes=st.sampled_from([1, 100, 10**6]),
+    own=st.sets(st.integers(0, 4), max_size=2),
+)
+def test_groups_of_five_to_seven_equal_one_process(threads, world, sizes, dtype, bucket_bytes, own):
+    shapes = [*((size, world) for size in sizes), (11,)]
+    group_of = ["own" if index in own else "all" for index in range(len(shapes))]
+    _compare_with_torch(threads, world, shapes, group_of, dtype, 6, bucket_bytes)
+
+
+def _compare_with_torch(ranks, world, shapes, group_of, dtype, min_shard_numel, bucket_bytes):
+    arguments = (shapes, group_of, dtype, min_shard_numel, bucket_bytes)
+    results = ranks.run(_step, *arguments, world=world)
     named = [(name, nn.Parameter(p.detach().to(dtype).float())) for name, p in _named(shapes)]
     oracle = _torch_adamw(named, lr=0.01)
     for step in range(3):

@@ -236,7 +236,27 @@ def _steps(rank, world, shapes, group_of, dtype, bucket_bytes):
 )
 def test_any_group_equals_one_process(processes, world, shapes, dtype, bucket_bytes, data):
     group_of = [data.draw(st.sampled_from(["all", "all", "own"])) for _ in shapes]
-    results = processes.run(_steps, shapes, group_of, dtype, bucket_bytes, world=world)
+    _compare_with_one_process(processes, world, shapes, group_of, dtype, bucket_bytes)
+
+
+@settings(max_examples=3, deadline=None)
+@given(
+    world=st.integers(5, 7),
+    shapes=st.lists(
+        st.sampled_from([(3, 2), (13, 2, 2), (6, 2, 3), (2, 3, 2), (4,), (1, 5)]),
+        min_size=2,
+        max_size=8,
+    ),
+    bucket_bytes=st.sampled_from([1, 10**6]),
+)
+def test_groups_of_five_to_seven_equal_one_process(threads, world, shapes, bucket_bytes):
+    """Stacks of more and of fewer matrices than ranks, and none that divides evenly by all."""
+    group_of = ["all"] * len(shapes)
+    _compare_with_one_process(threads, world, shapes, group_of, torch.float32, bucket_bytes)
+
+
+def _compare_with_one_process(ranks, world, shapes, group_of, dtype, bucket_bytes):
+    results = ranks.run(_steps, shapes, group_of, dtype, bucket_bytes, world=world)
     single = [(n, nn.Parameter(p.detach().to(dtype))) for n, p in _named(shapes)]
     groups = ReplicaGroups({"own": None}, lambda *_: "own")
     optimizer = ShardedMuon(

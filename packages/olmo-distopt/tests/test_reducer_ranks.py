@@ -123,8 +123,26 @@ def _every_option(rank, world, *arguments):
 @example(world=2, shapes=[(4,), (2, 3), (5,), (8,), (3, 4)], bucket_bytes=10**6, own={1})
 @example(world=4, shapes=[(3, 4), (8,), (), (4, 4), (2,)], bucket_bytes=100, own=set())
 def test_every_option_gives_the_exact_sums(processes, world, shapes, bucket_bytes, own):
+    _compare_sums(processes, world, shapes, bucket_bytes, own)
+
+
+@settings(max_examples=3, deadline=None)
+@given(
+    world=st.integers(5, 7),
+    sizes=st.lists(st.sampled_from([0, 1, 2, 7]), min_size=1, max_size=4),
+    bucket_bytes=st.sampled_from([40, 10**6]),
+    own=st.sets(st.integers(0, 3), max_size=2),
+)
+@example(world=6, sizes=[2, 1, 0], bucket_bytes=10**6, own={3})
+def test_sums_over_five_to_seven_ranks(threads, world, sizes, bucket_bytes, own):
+    """Tensors that divide by a group of no power of two, and one that does not."""
+    shapes = [*((size, world) for size in sizes), (3, 3)]
+    _compare_sums(threads, world, shapes, bucket_bytes, own)
+
+
+def _compare_sums(ranks, world, shapes, bucket_bytes, own):
     group_of = ["own" if index in own else "all" for index in range(len(shapes))]
-    results = processes.run(_every_option, shapes, group_of, bucket_bytes, world=world)
+    results = ranks.run(_every_option, shapes, group_of, bucket_bytes, world=world)
     for rank, by_option in enumerate(results):
         for options, windows in zip(EVERYTHING, by_option, strict=True):
             for window, (grads, (norm, largest)) in enumerate(windows):
