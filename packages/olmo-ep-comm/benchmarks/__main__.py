@@ -22,6 +22,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "src"), str(HERE)]
 
 import cells as c  # noqa: E402
+import metadata  # noqa: E402
+import programs  # noqa: E402
 from olmo_ep_comm._rowwise.checks import make_form  # noqa: E402
 
 TIMEOUT = datetime.timedelta(minutes=3)
@@ -77,12 +79,13 @@ def _parts(dry: bool, device: torch.device, repeats: int) -> Iterator[tuple[str,
     shapes = c.TINY if dry else c.SHAPES
     for shape in shapes:
         yield f"layers, {shape}", c.layers(shape, device, repeats)
-        yield f"metadata, {shape}", c.metadata(shape, device, repeats)
-        yield f"plan, {shape}", c.plan(shape, device, repeats)
+        yield f"thin rows, {shape}", metadata.thin_rows(shape, device, repeats)
+        yield f"plan, {shape}", metadata.plan(shape, device, repeats)
     yield "pairs", c.pairs(shapes[-1], device, repeats)
     if not dry:
         yield "ceilings", c.ceiling(device, repeats)
-        yield "programs", c.programs(shapes[-1], device, repeats)
+        yield "programs", programs.over_the_link(shapes[-1], device, repeats)
+        yield "own memory", programs.in_own_memory(shapes[-1], device, repeats)
 
 
 def _head(device: torch.device, repeats: int) -> Iterator[str]:

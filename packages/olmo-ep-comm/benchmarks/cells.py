@@ -1,21 +1,17 @@
-"""What is measured: layers, the link by number of programs, metadata, and a product beside."""
+"""What is measured of whole exchanges: layers, pairs, and what the link gives others."""
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import timing
 import torch
 import torch.distributed as dist
 from olmo_ep_comm import AllToAllDispatcher, Dispatcher, PairCodec, RowwiseDispatcher
-from olmo_ep_comm._rowwise import impl
 from olmo_ep_comm._rowwise.form import CombineBy
-from olmo_ep_comm._rowwise.plan import SourcePlan, count_requests, keep_requests, plan_source
 from torch import Tensor
 
-PROGRAMS = (16, 32, 64, 132, 264, 528)
 BLOCK = 32
-PLAN = [field.name for field in fields(SourcePlan)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,90 +150,6 @@ def pairs(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
     wire = {name: once * size for name, size in sizes.items()}
     samples = timing.interleave(calls, repeats, device)
     yield Cell(f"{shape}: dispatch", samples, wire, shape.T * shape.K * shape.D * 2)
-
-
-def metadata(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
-    """Time a dispatch of rows of 16 bytes: counts, plan, what rows are, and the barriers."""
-    thin = Shape(shape.T, 8, shape.E, shape.K)
-    dtype = torch.bfloat16
-    inputs, dispatcher = make_inputs(thin, device, dtype), make_rowwise(thin, dtype)
-    call = functools.partial(torch.no_grad()(dispatcher.dispatch), *inputs)
-    calls: dict[str, Callable[[], object]] = {"eager": call}
-    if device.type == "cuda":
-        calls["graph"] = timing.as_graph(call)
-    yield Cell(f"{shape}: metadata", timing.interleave(calls, repeats, device), {}, 0)
-
-
-def plan(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
-    """Time requests and plan alone, no barrier, as kernels beside the plain torch they equal."""
-    dispatcher = make_rowwise(Shape(shape.T, 8, shape.E, shape.K), torch.bfloat16)
-    _, ids, weights = make_inputs(shape, device, torch.bfloat16)
-    buffers, rank = dispatcher._buffers, dist.get_rank()
-    form, counts_RW = buffers.settings.form, buffers.counts.own[0]
-
-    def in_torch() -> SourcePlan:
-        counts_RW[rank, : shape.E] = count_requests(ids, shape.E)
-        kept_SQL = keep_requests(counts_RW[:, : shape.E], form, None)
-        return plan_source(ids, kept_SQL, rank, form)
-
-    def in_kernels() -> SourcePlan:
-        requests = kernels.put_requests(buffers.counts, rank, ids, 0, form)
-        arguments = (requests, weights, counts_RW, None, form)
-        return kernels.put_plan(buffers.meta, rank, *arguments)[0]
-
-    counts_RW.zero_()
-    dist.barrier()
-    calls: dict[str, Callable[[], object]] = {"plan in torch": in_torch}
-    if device.type == "cuda":
-        kernels = impl.pick_moves("triton", device)
-        in_kernels()  # the counts of all ranks arrive before anyone compares
-        torch.cuda.synchronize()
-        dist.barrier()
-        want, got = in_torch(), in_kernels()
-        if not all(torch.equal(getattr(want, name), getattr(got, name)) for name in PLAN):
-            raise RuntimeError("the plan of the kernels differs from that in torch")
-        calls = {
-            "plan in torch": timing.as_graph(in_torch),
-            "plan in kernels": timing.as_graph(in_kernels),
-        }
-    yield Cell(f"{shape}: plan", timing.interleave(calls, repeats, device), {}, 0)
-
-
-def programs(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
-    """Time row writes alone and a matrix product beside them, by the programs that write."""
-    moves = impl.pick_moves("auto", device)
-    dispatcher = make_rowwise(shape, torch.bfloat16)
-    inputs = make_inputs(shape, device, torch.bfloat16)
-    buffers = dispatcher._buffers
-    with torch.no_grad():
-        sent = dispatcher.dispatch(*inputs)
-    plan = sent.handle.exchange.inner.plans[0]
-    words_TW = inputs[0].view(torch.int32)
-    _, once = rows_away(inputs[1], shape)
-    wire = once * shape.D * 2
-    side = torch.cuda.Stream()
-    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    alone = timing.interleave({"product alone": lambda: a @ a}, repeats, device)
-
-    def put() -> None:
-        moves.put_rows(buffers.rows, buffers.first_R, words_TW, plan)
-
-    def product_beside() -> None:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(8):
-                put()
-        _ = a @ a
-
-    default = moves.LINK_PROGRAMS
-    for number in PROGRAMS:
-        moves.LINK_PROGRAMS = number
-        calls = {f"rows, {number} programs": put, f"product beside {number}": product_beside}
-        samples = timing.interleave(calls, repeats, device)
-        torch.cuda.synchronize()
-        name = f"rows, {number} programs"
-        yield Cell(f"{shape}: {number} programs", samples | alone, {name: wire}, 0)
-    moves.LINK_PROGRAMS = default
 
 
 def ceiling(device: torch.device, repeats: int) -> Iterator[Cell]:
