@@ -220,6 +220,18 @@ def step(layer: VirtualRowwise, inputs: list) -> list[torch.Tensor]:
 
 
 @needs_cuda
+@pytest.mark.parametrize(("num_experts", "top_k"), [(64, 8), (512, 22), (2, 1)])
+def test_a_large_plan_equals_the_reference_bitwise(num_experts, top_k):
+    tokens = (16384, 300, 0, 9999) if num_experts > 2 else (16384, 300)
+    case = Problem(tokens=tokens, num_experts=num_experts, top_k=top_k)
+    ids = [case.inputs(rank, DEVICE)[1] for rank in range(len(case.tokens))]
+    for capacity in (None, 10_000):
+        options = {} if capacity is None else {"capacity": capacity, "admit": keep_fair}
+        got, want = (plans(case, ids, impl, **options) for impl in ("triton", "reference"))
+        assert all(map(torch.equal, got, want))
+
+
+@needs_cuda
 @pytest.mark.parametrize("combine_by", ["put", "get"])
 def test_the_host_never_waits_and_large_shapes_equal_the_reference(combine_by):
     layer, inputs = make_large(combine_by=combine_by)
