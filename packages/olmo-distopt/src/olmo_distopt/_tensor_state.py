@@ -55,7 +55,8 @@ class TensorState:
 
     def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the elements owned of a tensor of the parameter's shape, a flat view."""
-        return tensor.detach().view(-1).narrow(0, *self.own)
+        line = tensor.detach().view(-1)
+        return line if self.ranges is None else line.narrow(0, *self.own)
 
     def grad(self) -> torch.Tensor:
         """Return the elements owned of `main_grad`.

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .line_table import LineTable, is_aligned
+from .line_table import LineTable, Place, is_aligned, place_of
 
 _BLOCK = 1024
 
@@ -78,23 +78,25 @@ def adamw(
         eps: added to the root.
         keep: `1 - lr * weight_decay`.
     """
-    launches: dict[tuple[torch.dtype | bool, ...], list[Line]] = {}
+    launches: dict[tuple[torch.dtype, torch.dtype, torch.dtype, bool], list[Place]] = {}
     for line in lines:
-        form = (line.grad.dtype, line.exp_avg.dtype, line.copy.dtype, is_aligned(line))
-        launches.setdefault(form, []).append(line)
-    for form, together in launches.items():
+        place = place_of(line)
+        form = (line.grad.dtype, line.exp_avg.dtype, line.copy.dtype, is_aligned(place))
+        launches.setdefault(form, []).append(place)
+    for form, places in launches.items():
+        grad, moment, copy, aligned = form
         table = tables.setdefault(form, LineTable(_BLOCK))
-        table.place(together)
-        with torch.cuda.device_of(together[0].main):
+        table.fill(places, minus_rate.device)
+        with torch.cuda.device_of(minus_rate):
             _adamw_kernel[(table.owners.numel(),)](
                 *(table.table, table.owners, minus_rate, root_correction),
                 minus_rate if grad_scale is None else grad_scale,
                 minus_rate if skip is None else skip.view(torch.uint8),
                 *(1 - betas[0], betas[1], 1 - betas[1], eps, keep),
-                GRAD=_TRITON[together[0].grad.dtype],
-                MOMENT=_TRITON[together[0].exp_avg.dtype],
-                COPY=_TRITON[together[0].copy.dtype],
-                ALIGNED=form[-1],
+                GRAD=_TRITON[grad],
+                MOMENT=_TRITON[moment],
+                COPY=_TRITON[copy],
+                ALIGNED=aligned,
                 SCALED=grad_scale is not None,
                 GUARDED=skip is not None,
                 BLOCK=_BLOCK,

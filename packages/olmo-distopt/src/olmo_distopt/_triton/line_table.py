@@ -11,8 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
-ALIGN_BYTES = 16
-"""What a thread moves at a time, and the elements that a line must have a multiple of for it."""
+Place = tuple[int, ...]
+"""The addresses of what belongs to one line, and its number of elements."""
+
+ALIGN = 16
+"""Addresses and lengths that are multiples of it let a thread move 16 bytes at a time."""
 
 
 class LineTable:
@@ -31,27 +34,29 @@ class LineTable:
 
     def __init__(self, block: int) -> None:
         self._block = block
-        self._places: list[tuple[int, ...]] = []
+        self._places: list[Place] = []
 
-    def place(self, lines: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Make the table say where `lines` are: tensors of one length each, on one device."""
-        places = [(*(each.data_ptr() for each in line), line[0].numel()) for line in lines]
+    def fill(self, places: list[Place], device: torch.device) -> None:
+        """Make the table, on `device`, say where the lines are."""
         if places == self._places:
             return
         rows = torch.tensor(places, dtype=torch.int64)
         blocks = (rows[:, -1] + self._block - 1) // self._block
         first = blocks.cumsum(0) - blocks
         owners = torch.arange(len(places), dtype=torch.int32).repeat_interleave(blocks)
-        device = lines[0][0].device
         self.table = _upload(torch.cat([rows, first[:, None]], 1), device)
         self.owners = _upload(owners, device)
         self._places = places
 
 
-def is_aligned(line: Sequence[torch.Tensor]) -> bool:
-    """Return whether all of a line can be moved 16 bytes at a time."""
-    starts = all(each.data_ptr() % ALIGN_BYTES == 0 for each in line)
-    return starts and line[0].numel() % ALIGN_BYTES == 0
+def place_of(line: Sequence[torch.Tensor]) -> Place:
+    """Return where the tensors of one line are, all of one length."""
+    return (*(each.data_ptr() for each in line), line[0].numel())
+
+
+def is_aligned(place: Place) -> bool:
+    """Return whether all of a line starts and ends at a multiple of `ALIGN`."""
+    return all(number % ALIGN == 0 for number in place)
 
 
 def _upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
