@@ -158,6 +158,14 @@ def test_a_wrong_policy_drops_or_keeps_but_never_writes_outside(wrong):
         assert got["y"].isfinite().all()
 
 
+def test_a_policy_of_another_shape_is_refused():
+    case = Problem(tokens=(6, 6), num_experts=4, top_k=3)
+    layer = case.virtual(capacity=5, admit=lambda requested, capacity: requested[0])
+    inputs = [case.inputs(rank) for rank in range(2)]
+    with pytest.raises(ValueError, match=r"`admit` must return .* \(2, 2, 2\), got \(2, 2\)"):
+        run_virtual(layer, inputs)
+
+
 @settings(max_examples=15, deadline=None)
 @given(case=problem(), capacity=st.sampled_from([4, 1000]), poison=st.sampled_from([0.0, 1e30]))
 def test_sums_that_are_fetched_have_the_bits_of_those_that_are_written(case, capacity, poison):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from olmo_ep_comm import RowwiseDispatcher, create_dispatcher
+from olmo_ep_comm import PairCodec, RowwiseDispatcher, create_dispatcher
 from olmo_ep_comm._rowwise import moves
 from rowwise_problem import Problem, assert_equal_local, expert_results, loss_of, run_local
 from torch import Tensor
@@ -218,6 +218,14 @@ def _meet_faults(rank: int, world: int) -> list[str]:
             del sent
             want = run_local(4, [case.inputs(other) for other in range(2)])[rank]["y"]
             torch.testing.assert_close(y_TD, want, rtol=1e-5, atol=1e-5)
+    encoding = make_dispatcher(case, codec=PairCodec(encode=encode_finite, decode=decode_bytes))
+    for factor in (float("inf"), 1.0):
+        scaled = (x_TD.abs() * factor) if rank else x_TD.abs()
+        try:
+            sent = encoding.dispatch(scaled, ids, weights_TK)
+        except (ArithmeticError, ValueError) as error:
+            told.append(f"{type(error).__name__} {error}")
+    del sent
     held = dispatcher.dispatch(x_TD, ids, weights_TK) if rank else None
     if not rank:
         with torch.no_grad():
@@ -231,13 +239,23 @@ def _meet_faults(rank: int, world: int) -> list[str]:
     return told
 
 
+def encode_finite(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    if not x_TD.isfinite().all():
+        raise ArithmeticError("a value is not finite")
+    return x_TD.to(torch.uint8), torch.zeros(len(x_TD), 1, dtype=torch.uint8)
+
+
+def decode_bytes(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return data.to(dtype)
+
+
 def test_a_fault_of_one_rank_is_told_to_all_and_leaves_the_dispatcher_usable(processes):
     first, second = processes.run(_meet_faults, world=2, timeout=60)
-    assert len(first) == len(second) == 6
+    assert len(first) == len(second) == 7
     elsewhere = "ValueError `dispatch` must get valid inputs on every rank of the group, but its "
     elsewhere += "rank(s) [1] refused theirs; read the error there. No rows were sent."
     assert first[:4] == [elsewhere] * 4
-    assert first[5] == elsewhere
+    assert first[5:] == [elsewhere] * 2
     assert first[4].startswith("TypeError `weights_TK` must be torch.float32, got torch.float64")
     unknown = "ValueError `expert_ids_TK` must hold ids in [0, `num_experts`=4)"
     for message, start in zip(
@@ -248,6 +266,7 @@ def test_a_fault_of_one_rank_is_told_to_all_and_leaves_the_dispatcher_usable(pro
             "TypeError `x_TD` must have the `dtype` of the dispatcher",
             "ValueError `dispatch` must get at most `max_tokens`=3",
             "TypeError `weights_TK` must be torch.float32",
+            "ArithmeticError a value is not finite",
             "RuntimeError `live_forwards` must be at least",
         ),
         strict=True,

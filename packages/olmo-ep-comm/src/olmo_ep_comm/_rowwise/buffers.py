@@ -87,16 +87,17 @@ class Buffers:
             "another one of its group; or another one refused its input and says why."
         )
 
-    def find_fault(self) -> ValueError | None:
-        """Return what every rank must raise if any found a fault; reads the counts.
+    def raise_faults(self) -> None:
+        """Raise on every rank if any found a fault; reads the counts.
 
-        It is the error of this rank's ids if one of them is unknown, and else names the ranks.
+        Raises:
+            ValueError: Of this rank's ids if one of them is unknown, else naming the ranks.
         """
         form, ranks = self.settings.form, self.memory.ranks
         faults_R = self.counts.own[0][:, form.fault_column].tolist()
         if not any(faults_R):
-            return None
+            return
         self.memory.barrier()  # the next counts are written when all have read these
         if any(faults_R[rank] for rank in ranks):
-            return unknown_ids_error(form.num_experts)
-        return refused_elsewhere_error([rank for rank, fault in enumerate(faults_R) if fault])
+            raise unknown_ids_error(form.num_experts)
+        raise refused_elsewhere_error([rank for rank, fault in enumerate(faults_R) if fault])

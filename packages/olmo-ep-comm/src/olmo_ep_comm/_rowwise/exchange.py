@@ -3,6 +3,8 @@
 Shapes: T tokens, K slots, R ranks, C rows, D width; lists have one entry for each of these ranks.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -42,20 +44,12 @@ class RowwiseExchange:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Exchange counts, plan, and write tokens and weights into the ranks of the experts."""
         buffers, form, moves = self._buffers, self._form, self._moves
-        with buffers.telling_others():
-            packed = [self._pack(buffers.settings.codec, x_TD) for x_TD in tokens]
         ranks = buffers.memory.ranks
-        requests = [
-            moves.put_requests(buffers.counts, rank, ids_TK, self._lease, form)
-            for rank, ids_TK in zip(ranks, self._ids, strict=True)
-        ]
-        self._ids = []
-        buffers.memory.barrier()
-        if buffers.memory.device.type == "cpu":
-            fault = buffers.find_fault()
-            if fault is not None:
-                self._end_lease()
-                raise fault
+        try:
+            packed, requests = self._exchange_counts(tokens)
+        except Exception:
+            self._end_lease()  # nobody writes rows, and a traceback may hold the holder for long
+            raise
         for i, rank in enumerate(ranks):
             counts_RW = buffers.counts.own[i]
             plan, ends_L, is_sound = moves.put_plan(
@@ -79,6 +73,21 @@ class RowwiseExchange:
             row_weights.append(weights_C)
             rows.append(self._unpack(words_CW, packed[i], buffers.settings.codec, keep=True))
         return rows, row_weights
+
+    def _exchange_counts(self, tokens: list[Tensor]) -> tuple[list[PackedRows | None], list[Any]]:
+        """Return the tokens as they travel and what the plan needs of the requests."""
+        buffers = self._buffers
+        with buffers.telling_others():
+            packed = [self._pack(buffers.settings.codec, x_TD) for x_TD in tokens]
+        requests = [
+            self._moves.put_requests(buffers.counts, rank, ids_TK, self._lease, self._form)
+            for rank, ids_TK in zip(buffers.memory.ranks, self._ids, strict=True)
+        ]
+        self._ids = []
+        buffers.memory.barrier()
+        if buffers.memory.device.type == "cpu":
+            buffers.raise_faults()
+        return packed, requests
 
     def sum_results(self, results: list[Tensor]) -> list[Tensor]:
         """Bring the sums of each rank to the ranks of the tokens, and add them up there."""

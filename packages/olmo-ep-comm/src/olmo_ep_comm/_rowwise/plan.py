@@ -3,7 +3,8 @@
 All ranks know all requested counts and compute the same table of kept ones. Rows of a rank are
 ordered by expert, then source rank, then token, then slot, so that sums of that table give the
 first row of each (expert, source), and a route finds its row from its place among its rank's routes
-to the expert. Nothing else is exchanged, nothing is read by the host, and nothing is atomic.
+to the expert. Nothing else is exchanged, nothing is read by the host, and nothing is atomic. This
+is the definition; `_triton.plan_kernels` does the same in four launches, bit for bit.
 
 A token with several rows on one rank is sent there once, into the row of its first slot: its
 **head**. The row of each slot names the next one of the same token and rank, in slot order, so that
@@ -55,9 +56,19 @@ def count_requests(expert_ids_TK: Tensor, num_experts: int) -> Tensor:
 
 
 def ask_admit(requested_SE: Tensor, form: Form, admit: Admit) -> Tensor:
-    """Return int64 (S, Q, L): what the policy keeps, whatever it makes of the requests."""
+    """Return int64 (S, Q, L): what the policy keeps, whatever it makes of the requests.
+
+    Raises:
+        ValueError: If it returns another shape.
+    """
     shape = (form.num_ranks, form.num_ranks, form.local_experts)
-    return admit(requested_SE.view(shape).long(), form.capacity).long()
+    kept_SQL = admit(requested_SE.view(shape).long(), form.capacity)
+    if tuple(kept_SQL.shape) != shape:
+        raise ValueError(
+            "`admit` must return one number for each (source rank, destination rank, expert of a "
+            f"rank), shape {shape}, got {tuple(kept_SQL.shape)}."
+        )
+    return kept_SQL.long()
 
 
 def keep_requests(requested_SE: Tensor, form: Form, admit: Admit | None) -> Tensor:
