@@ -1,42 +1,19 @@
-"""The tests of the kernels in Triton's interpreter, in a process of their own.
-
-Triton reads `TRITON_INTERPRET` when it is imported.
-"""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The tests of the kernels in Triton's interpreter, and what is said without it."""
 
 import pytest
 import torch
 from olmo_distopt import GradientReducer, ShardedAdamW, ShardedMuon
 from torch import nn
-
-FILES = ["test_kernels.py"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
-def test_the_kernels_in_the_interpreter():
-    folder = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *(str(folder / f) for f in FILES)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    print(done.stdout[-4000:])  # noqa: T201 # pytest shows it when the assertion fails
-    assert done.returncode == 0
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+from triton_interpreter import INTERPRETED
 
 
+def test_the_kernels_in_the_interpreter(interpreter):
+    assert interpreter.skipped("test_kernels.py") == []
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton interprets in this process")
 def test_without_a_gpu_and_an_interpreter_the_kernels_are_refused(alone):
     """In a process that does not interpret, as this one: "triton" raises, "auto" does not."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("Triton interprets in this process")
     named = [("w", nn.Parameter(torch.zeros(2, 2)))]
     with pytest.raises(ValueError, match=r"must be given CUDA tensors, got cpu; use `impl='ref"):
         GradientReducer(named, alone, impl="triton")

@@ -4,70 +4,11 @@ The launchers run on CPU tensors and each launch only compiles. What comes out m
 register.
 """
 
-import re
-import subprocess
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-
-triton = pytest.importorskip("triton")
-if triton.knobs.runtime.interpret:
-    pytest.skip("Triton interprets in this process", allow_module_level=True)
+from compiled_kernels import assert_fits, compiling_for
 
 NUMEL = 4096
-
-
-class _Device:
-    """What compilation asks of the active driver; an architecture is a device with its number."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_device(self) -> int:
-        return self.capability
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return triton.backends.compiler.GPUTarget("cuda", self.capability, 32)
-
-
-@contextmanager
-def compiling_for(capability: int) -> Iterator[list[Any]]:
-    """Within, a launch on CPU tensors compiles and nothing more; yields what was compiled."""
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    compiled: list[Any] = []
-    run = JITFunction.run
-
-    def compile_only(self: JITFunction, *args: Any, **options: Any) -> Any:
-        compiled.append(run(self, *args, **options | {"warmup": True}))
-        return compiled[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "_active", _Device(capability))
-        patch.setattr(JITFunction, "run", compile_only)
-        yield compiled
-
-
-def assert_fits(kernel: Any) -> None:
-    """No register is spilled: the stack is where it would go."""
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [cuobjdump, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = dict(re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text))
-    assert {"REG", "STACK", "LOCAL"} <= set(found), text
-    assert found["STACK"] == found["LOCAL"] == "0", f"{kernel.metadata.name} spills: {found}"
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -5,15 +5,10 @@ register, fit into the shared memory, and move rows 16 bytes at a time.
 """
 
 import re
-import subprocess
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import assert_fits, compiling_for
 from olmo_ep_comm._rowwise.buffers import Buffers, Settings
 from olmo_ep_comm._rowwise.checks import make_form
 from olmo_ep_comm._rowwise.exchange import RowwiseExchange
@@ -21,60 +16,6 @@ from olmo_ep_comm._rowwise.form import Form
 from olmo_ep_comm._rowwise.memory import InProcessMemory, Shared, Stack, pointer_table
 from olmo_ep_comm._rowwise.plan import SourcePlan
 from torch.utils._python_dispatch import TorchDispatchMode
-
-triton = pytest.importorskip("triton")
-if triton.knobs.runtime.interpret:
-    pytest.skip("Triton interprets in this process", allow_module_level=True)
-
-SHARED_BYTES = 99 * 1024  # what one program may have on the smaller ones of the family of sm_80
-
-
-class _Device:
-    """What compilation asks of the active driver; an architecture is a device with its number."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_device(self) -> int:
-        return self.capability
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return triton.backends.compiler.GPUTarget("cuda", self.capability, 32)
-
-
-@contextmanager
-def compiling_for(capability: int) -> Iterator[list[Any]]:
-    """Within, a launch on CPU tensors compiles and nothing more; yields what was compiled."""
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    compiled: list[Any] = []
-    run = JITFunction.run
-
-    def compile_only(self: JITFunction, *args: Any, **options: Any) -> Any:
-        compiled.append(run(self, *args, **options | {"warmup": True}))
-        return compiled[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "_active", _Device(capability))
-        patch.setattr(JITFunction, "run", compile_only)
-        yield compiled
-
-
-def resources(kernel: Any) -> dict[str, int]:
-    """Registers a thread, bytes of its stack, and bytes of shared memory a program."""
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [cuobjdump, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"(REG|STACK|LOCAL):(\d+)", text)
-    assert [name for name, _ in found] == ["REG", "STACK", "LOCAL"], text
-    return {name: int(value) for name, value in found} | {"SHARED": kernel.metadata.shared}
 
 
 def compile_all(dtype: torch.dtype, width: int, num_experts: int, top_k: int) -> None:
@@ -131,9 +72,8 @@ def test_the_kernels_spill_nothing(dtype, width, num_experts, top_k, capability)
         compile_all(dtype, width, num_experts, top_k)
     assert len(compiled) == 15
     for kernel in compiled:
-        used, name = resources(kernel), kernel.metadata.name
-        assert max(used["STACK"], used["LOCAL"]) == 0, f"{name} spills registers: {used}"
-        assert used["SHARED"] <= SHARED_BYTES, f"{name}: {used}"
+        assert_fits(kernel)
+        name = kernel.metadata.name
         if width >= 1024 and name in ("put_rows_kernel", "put_sums_kernel", "fan_out_kernel"):
             stores = re.findall(r"st\.global\S*", kernel.asm["ptx"])
             assert stores, f"{name} writes nothing"

@@ -4,66 +4,37 @@ The launchers run on CPU tensors with the tilings for CUDA tensors, and each lau
 What comes out must use the tensor cores of its architecture and spill no register.
 """
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import compiled_kernels
 import pytest
 import torch
+from compiled_kernels import SHARED_BYTES
 from torch import Tensor
 
-triton = pytest.importorskip("triton")
-if triton.knobs.runtime.interpret:
-    pytest.skip("Triton interprets in this process", allow_module_level=True)
-
-SHARED_BYTES = 232448
-"""What one program may have on sm_90 and sm_100."""
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 E, T, K = 4, 64, 8
 
 
-class _Device:
-    """What compilation asks of the active driver; an architecture is a device with its number."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_device(self) -> int:
-        return self.capability
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return triton.backends.compiler.GPUTarget("cuda", self.capability, 32)
-
-
 @contextmanager
 def compiling_for(capability: int) -> Iterator[list[Any]]:
-    """Within, a launch on CPU tensors compiles and nothing more; yields what was compiled."""
+    """As the shared one, with the tilings that CUDA tensors on this architecture get."""
     from olmo_experts_gemm._triton import tiling
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    compiled: list[Any] = []
-    run = JITFunction.run
-
-    def compile_only(self: JITFunction, *args: Any, **options: Any) -> Any:
-        compiled.append(run(self, *args, **options | {"warmup": True}))
-        return compiled[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "_active", _Device(capability))
-        patch.setattr(JITFunction, "run", compile_only)
         patch.setattr(tiling, "generation", lambda device: capability // 10)
         for name in ("row_product", "up_product", "weight_gradient"):
             patch.setattr(tiling, name, _as_if_on_cuda(getattr(tiling, name)))
-        yield compiled
+        with compiled_kernels.compiling_for(capability) as compiled:
+            yield compiled
+
+
+def assert_fits(kernel: Any) -> None:
+    """By what sm_90 and sm_100 have."""
+    compiled_kernels.assert_fits(kernel, SHARED_BYTES[90])
 
 
 def _as_if_on_cuda(choose: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,22 +43,6 @@ def _as_if_on_cuda(choose: Callable[..., Any]) -> Callable[..., Any]:
         return choose(SimpleNamespace(dtype=x.dtype, shape=x.shape, device=cuda), *args, **options)
 
     return chosen
-
-
-def assert_fits(kernel: Any) -> None:
-    """No register is spilled (stack is where it would go) and the shared memory is there."""
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [cuobjdump, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"(REG|STACK|LOCAL):(\d+)", text)
-    assert [name for name, _ in found] == ["REG", "STACK", "LOCAL"], text
-    used = {name: int(value) for name, value in found} | {"SHARED": kernel.metadata.shared}
-    name = kernel.metadata.name
-    assert used["STACK"] == used["LOCAL"] == 0, f"{name} spills registers: {used}"
-    assert used["SHARED"] <= SHARED_BYTES, f"{name} takes too much shared memory: {used}"
 
 
 def _packed(*shape: int) -> Tensor:

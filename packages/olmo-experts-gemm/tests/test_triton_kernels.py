@@ -1,64 +1,17 @@
 """The kernels in Triton's interpreter, one process for all, and the width of their addresses."""
 
 import ast
-import importlib.util
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import olmo_experts_gemm
 import pytest
+from triton_interpreter import Interpreter
 
-TESTS = Path(__file__).parent
-MODULES = [TESTS / "interpreted_rows.py", TESTS / "interpreted_products.py"]
-CASES = [
-    (module.stem, name)
-    for module in MODULES
-    for name in re.findall(r"^def (test_\w+)", module.read_text(), re.MULTILINE)
-]
 KERNELS = sorted((Path(olmo_experts_gemm.__file__).parent / "_triton").glob("*.py"))
 
 
-@pytest.fixture(scope="module")
-def outcomes(
-    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
-) -> dict[tuple[str, str], list[str]]:
-    """The message of each run of each interpreted case, empty where it passed."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    report = tmp_path_factory.mktemp("interpreted") / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", f"--junit-xml={report}"]
-    command += map(str, MODULES)
-    if pytestconfig.inipath:
-        command += ["-c", str(pytestconfig.inipath)]
-    path = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    root = pytestconfig.rootpath
-    done = subprocess.run(
-        command, env=environment, cwd=root, capture_output=True, text=True, check=False
-    )
-    if not report.exists():  # a read or write outside all memory ends the process
-        pytest.fail(f"the interpreter's process ended with {done.returncode}:\n{done.stderr}")
-    found: dict[tuple[str, str], list[str]] = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        name = case.get("name", "").partition("[")
-        module = case.get("classname", "").rpartition(".")[2]
-        bad = [child.text or "" for child in case if child.tag in ("failure", "error", "skipped")]
-        message = f"{''.join(name)}:\n{bad[0]}" if bad else ""
-        found.setdefault((module, name[0]), []).append(message)
-    return found
-
-
-@pytest.mark.parametrize(("module", "name"), CASES)
-def test_in_the_interpreter(
-    module: str, name: str, outcomes: dict[tuple[str, str], list[str]]
-) -> None:
-    messages = outcomes.get((module, name))
-    assert messages, f"{name} did not run"
-    assert not any(messages), "\n\n".join(filter(None, messages))
+def test_the_kernels_in_the_interpreter(interpreter: Interpreter) -> None:
+    assert interpreter.skipped("interpreted_rows.py", "interpreted_products.py") == []
 
 
 # A tile's number times a size of a tile is an index within one dimension, which has 31 bits; a row

@@ -5,77 +5,32 @@ What comes out must use the matrix units of its architecture and spill no regist
 """
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+import compiled_kernels
 import pytest
 import torch
+from compiled_kernels import SHARED_BYTES
 from torch import Tensor
 
-triton = pytest.importorskip("triton")
-if triton.knobs.runtime.interpret:
-    pytest.skip("Triton interprets in this process", allow_module_level=True)
-
-SHARED_BYTES = {80: 99 * 1024, 90: 232448, 100: 232448}
-"""What one program may have; 99 KiB is the least among the devices that sm_80 code runs on."""
 E, R, K, N = 4, 300, 512, 384
-
-
-class _Device:
-    """What compilation asks of the active driver; an architecture is a device with its number."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_device(self) -> int:
-        return self.capability
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return triton.backends.compiler.GPUTarget("cuda", self.capability, 32)
 
 
 @contextmanager
 def compiling_for(capability: int) -> Iterator[list[Any]]:
-    """Within, a launch on CPU tensors compiles and nothing more; yields what was compiled."""
+    """As the shared one, with the tilings for this architecture."""
     from olmo_mxfp8._triton import tiling
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    compiled: list[Any] = []
-    run = JITFunction.run
-
-    def compile_only(self: JITFunction, *args: Any, **options: Any) -> Any:
-        compiled.append(run(self, *args, **options | {"warmup": True}))
-        return compiled[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "_active", _Device(capability))
-        patch.setattr(JITFunction, "run", compile_only)
         patch.setattr(tiling, "generation", lambda device: capability // 10)
-        yield compiled
+        with compiled_kernels.compiling_for(capability) as compiled:
+            yield compiled
 
 
 def assert_fits(kernel: Any, capability: int) -> None:
-    """No register is spilled (stack is where it would go) and the shared memory is there."""
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [cuobjdump, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"(REG|STACK|LOCAL):(\d+)", text)
-    assert [name for name, _ in found] == ["REG", "STACK", "LOCAL"], text
-    used = {name: int(value) for name, value in found} | {"SHARED": kernel.metadata.shared}
-    name = kernel.metadata.name
-    assert used["STACK"] == used["LOCAL"] == 0, f"{name} spills registers: {used}"
-    assert used["SHARED"] <= SHARED_BYTES[capability], f"{name} has no room: {used}"
+    compiled_kernels.assert_fits(kernel, SHARED_BYTES[capability])
 
 
 def _packed(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -4,79 +4,11 @@ The launchers run on CPU tensors and each launch only compiles. What comes out m
 register and fit into the shared memory.
 """
 
-import re
-import subprocess
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
+from compiled_kernels import SHARED_BYTES, assert_fits, compiling_for, resources
 
-triton = pytest.importorskip("triton")
-if triton.knobs.runtime.interpret:
-    pytest.skip("Triton interprets in this process", allow_module_level=True)
-
-# What one program may have on sm_80, and on the smaller sm_86 and sm_89.
-SHARED_BYTES = 99 * 1024
 T = 64
-
-
-class _Device:
-    """What compilation asks of the active driver; an architecture is a device with its number."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_device(self) -> int:
-        return self.capability
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return triton.backends.compiler.GPUTarget("cuda", self.capability, 32)
-
-
-@contextmanager
-def compiling_for(capability: int) -> Iterator[list[Any]]:
-    """Within, a launch on CPU tensors compiles and nothing more; yields what was compiled."""
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    compiled: list[Any] = []
-    run = JITFunction.run
-
-    def compile_only(self: JITFunction, *args: Any, **options: Any) -> Any:
-        compiled.append(run(self, *args, **options | {"warmup": True}))
-        return compiled[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "_active", _Device(capability))
-        patch.setattr(JITFunction, "run", compile_only)
-        yield compiled
-
-
-def resources(kernel: Any) -> dict[str, int]:
-    """Registers a thread, bytes of its stack, and bytes of shared memory a program."""
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [cuobjdump, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"(REG|STACK|LOCAL):(\d+)", text)
-    assert [name for name, _ in found] == ["REG", "STACK", "LOCAL"], text
-    return {name: int(value) for name, value in found} | {"SHARED": kernel.metadata.shared}
-
-
-def assert_fits(kernel: Any, stack: int = 0) -> None:
-    used = resources(kernel)
-    name = kernel.metadata.name
-    assert max(used["STACK"], used["LOCAL"]) <= stack, f"{name} spills registers: {used}"
-    assert used["SHARED"] <= SHARED_BYTES, f"{name}: {used}"
 
 
 def _gate(E: int, *, sigmoid: bool, everything: bool, given: bool = False) -> None:
@@ -134,7 +66,7 @@ def test_the_plan_spills_nothing(E: int, capability: int) -> None:
     assert_fits(tiles)
     # The call of a failed assertion has a stack of its own.
     assert "assertfail" in count.asm["ptx"], "an id out of range must be an error"
-    assert resources(count)["SHARED"] <= SHARED_BYTES
+    assert resources(count)["SHARED"] <= SHARED_BYTES[80]
 
 
 def test_given_ids_out_of_range_are_an_error() -> None:
