@@ -13,6 +13,12 @@ nox.options.error_on_missing_interpreters = True
 PACKAGES = sorted(path.parent.name for path in Path("packages").glob("*/pyproject.toml"))
 
 
+PYTEST = ("pytest", "--numprocesses=2", "--dist=loadgroup")
+# An environment that is new holds no bytecode, and where none may be written every process that a
+# test starts compiles torch's Python again, which takes as long as importing it.
+BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
+
+
 def sync(session: nox.Session, *arguments: str) -> None:
     """Install exactly what `uv.lock` says for these arguments, and nothing else."""
     session.run_install(
@@ -36,14 +42,14 @@ def lint(session: nox.Session) -> None:
 def unit(session: nox.Session, package: str) -> None:
     """One package alone: only its wheel and its declared needs are installed."""
     sync(session, "--no-editable", "--package", package, "--group", "test")
-    session.run("pytest", f"packages/{package}/tests", *session.posargs)
+    session.run(*PYTEST, f"packages/{package}/tests", *session.posargs, env=BYTECODE)
 
 
 @nox.session
 def compose(session: nox.Session) -> None:
     """The seams between the packages, and the trainer that assembles them."""
     sync(session, "--all-packages", "--group", "test")
-    session.run("pytest", "tests", "apps", *session.posargs)
+    session.run(*PYTEST, "tests", "apps", *session.posargs, env=BYTECODE)
 
 
 @nox.session(default=False, venv_backend="none")

@@ -101,6 +101,14 @@ def processes() -> Iterator[RankProcesses]:
     workers.close()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where pytest-xdist shares tests out, one of its processes runs all that need ranks."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if "processes" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 def _load(path: str) -> Any:
     name = "_ranks_" + path.replace("/", "_").replace(".", "_")
     if name not in sys.modules:

@@ -66,6 +66,11 @@ def interpreter(request: pytest.FixtureRequest, tmp_path: Path) -> Interpreter:
     return Interpreter(request.config, request.path.parent, tmp_path / "report.xml")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First what takes longest, so that nothing waits for it at the end."""
+    items.sort(key=lambda item: "interpreter" not in getattr(item, "fixturenames", ()))
+
+
 def pytest_configure() -> None:
     if INTERPRETED and importlib.util.find_spec("triton") is not None:
         _patch_once_a_launch()
