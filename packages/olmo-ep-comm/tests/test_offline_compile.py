@@ -5,6 +5,7 @@ register, fit into the shared memory, and move rows 16 bytes at a time.
 """
 
 import re
+from typing import Any
 
 import pytest
 import torch
