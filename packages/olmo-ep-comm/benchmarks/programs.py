@@ -41,16 +41,16 @@ def over_the_link(shape: Shape, device: torch.device, repeats: int) -> Iterator[
                 put()
         _ = a @ a
 
-    default = moves.LINK_PROGRAMS
+    defaults = moves.LINK_PROGRAMS, moves.FETCH_PROGRAMS
     for number in LINK:
-        moves.LINK_PROGRAMS = number
+        moves.LINK_PROGRAMS = moves.FETCH_PROGRAMS = number
         names = (f"rows, {number} programs", f"sums fetched, {number} programs")
         calls = {names[0]: put, names[1]: get, f"product beside {number}": product_beside}
         samples = timing.interleave(calls, repeats, device)
         torch.cuda.synchronize()
         wires = dict.fromkeys(names, wire)
         yield Cell(f"{shape}: {number} programs", samples | alone, wires, 0)
-    moves.LINK_PROGRAMS = default
+    moves.LINK_PROGRAMS, moves.FETCH_PROGRAMS = defaults
 
 
 def in_own_memory(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:

@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 GUARD = 64
+PROGRAMS = ("LINK_PROGRAMS", "FETCH_PROGRAMS", "LOCAL_PROGRAMS")
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +36,8 @@ def few_programs(monkeypatch):
     from olmo_ep_comm._triton import moves, plan
 
     if INTERPRETED:
-        monkeypatch.setattr(moves, "LINK_PROGRAMS", 3)
-        monkeypatch.setattr(moves, "LOCAL_PROGRAMS", 3)
+        for name in PROGRAMS:
+            monkeypatch.setattr(moves, name, 3)
         monkeypatch.setattr(moves, "_COLUMNS", 8)  # several blocks of columns a row
         monkeypatch.setattr(plan, "_ROUTES", 16)  # several blocks of routes
         monkeypatch.setattr(plan, "_BLOCKS", 2)  # several blocks of blocks
@@ -287,14 +288,15 @@ def test_a_captured_graph_replays_other_routes():
 
 
 @needs_cuda
-def test_any_number_of_programs_gives_the_same_bits(monkeypatch):
+@pytest.mark.parametrize("combine_by", ["put", "get"])
+def test_any_number_of_programs_gives_the_same_bits(monkeypatch, combine_by):
     from olmo_ep_comm._triton import moves
 
-    layer, inputs = make_large()
+    layer, inputs = make_large(combine_by=combine_by)
     want = step(layer, inputs)
     for programs in (1, 16, 1000):
-        monkeypatch.setattr(moves, "LINK_PROGRAMS", programs)
-        monkeypatch.setattr(moves, "LOCAL_PROGRAMS", programs)
+        for name in PROGRAMS:
+            monkeypatch.setattr(moves, name, programs)
         assert all(map(torch.equal, step(layer, inputs), want)), programs
 
 

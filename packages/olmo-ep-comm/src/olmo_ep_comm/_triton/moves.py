@@ -20,6 +20,10 @@ from .plan import put_requests as put_requests
 
 LINK_PROGRAMS = 132
 """Programs that write into peers: one for each multiprocessor of an H200."""
+FETCH_PROGRAMS = 528
+"""Programs that read from peers. A read waits for its answer, where a write does not: 350 GB/s for
+2 us are 700 kB on their way, and a program has one block of columns of a token's remote sums there.
+"""
 LOCAL_PROGRAMS = 528
 """Programs that work in this rank's own memory."""
 _COLUMNS = 2048
@@ -103,7 +107,7 @@ def get_sums(peers: Shared, plan: SourcePlan, form: Form) -> Tensor:
     num_tokens, own = len(plan.row_TK), peers.own[0]
     y_TD = torch.empty(num_tokens, form.width, dtype=own.dtype, device=own.device)
     with torch.cuda.device_of(y_TD):
-        rows.get_sums_kernel[(LINK_PROGRAMS,)](
+        rows.get_sums_kernel[(FETCH_PROGRAMS,)](
             peers.pointers,
             plan.rank_TK,
             plan.row_TK,
