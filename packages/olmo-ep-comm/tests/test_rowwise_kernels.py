@@ -72,7 +72,7 @@ def problem(draw):
     capacity=40,
     combine_by="get",
 )
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     case=problem(), capacity=st.sampled_from([3, 100]), combine_by=st.sampled_from(["put", "get"])
 )
@@ -115,7 +115,7 @@ def plans(case: Problem, ids: list[torch.Tensor], impl: str, **options) -> list[
 )
 @example(case=Problem(tokens=(7,), num_experts=3, top_k=9), capacity=None, wrong=3, is_int32=False)
 @example(case=Problem(tokens=(40, 9), num_experts=2, top_k=1), capacity=9, wrong=0, is_int32=False)
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     case=problem(),
     capacity=st.sampled_from([None, 3, 100]),
