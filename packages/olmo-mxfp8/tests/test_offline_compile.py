@@ -20,11 +20,12 @@ E, R, K, N = 4, 300, 512, 384
 
 @contextmanager
 def compiling_for(capability: int) -> Iterator[list[Any]]:
-    """As the shared one, with the tilings for this architecture."""
-    from olmo_mxfp8._triton import tiling
+    """As the shared one, with the tilings and the casts of this architecture."""
+    from olmo_mxfp8._triton import quantize, tiling
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "generation", lambda device: capability // 10)
+        patch.setattr(quantize, "casts", lambda device: capability >= 89)
         with compiled_kernels.compiling_for(capability) as compiled:
             yield compiled
 
@@ -45,33 +46,22 @@ def _product(kind: str, out_dtype: torch.dtype, *, K: int = K, N: int = N) -> No
     from olmo_mxfp8._triton.row_product import row_product
 
     dtype = torch.bfloat16 if kind == "plain" else torch.float8_e4m3fn
-    scales: dict[str, tuple[Tensor, Tensor] | tuple[None, None]] = {
-        "plain": (None, None),
-        "coarse": (
-            _packed(K // 128, R, dtype=torch.uint8),
-            _packed(E, N // 128, K // 128, dtype=torch.uint8),
-        ),
-        "native": (
-            _packed(R, K // 32, dtype=torch.uint8),
-            _packed(E, N, K // 32, dtype=torch.uint8),
-        ),
-    }
-    a_scales, b_scales = scales[kind]
+    scaled = kind != "plain"
     row_product(
         _packed(R, K, dtype=dtype),
         _packed(E, N, K, dtype=dtype),
         _offsets(),
         out_dtype,
         kind=kind,
-        a_scales=a_scales,
-        b_scales=b_scales,
+        a_scales=_packed(R, K // 32, dtype=torch.uint8) if scaled else None,
+        b_scales=_packed(E, N, K // 32, dtype=torch.uint8) if scaled else None,
     )
 
 
 def _compile_product(capability: int, kind: str, out_dtype: torch.dtype, **sizes: int) -> Any:
     with compiling_for(capability) as compiled:
         _product(kind, out_dtype, **sizes)
-    listing, product = compiled
+    listing, *_, product = compiled
     assert "assertfail" in listing.asm["ptx"], "offsets out of order must be an error"
     return product
 

@@ -1,13 +1,23 @@
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-"""Scale bytes and element codes in integer arithmetic, the same on every device.
+"""Scale bytes and element codes, the same on every device.
 
-Casts to FP8 are not used: they differ between devices, and older ones have none. The formulas are
-those of `reference.py`; MBITS, MIN and MAX are the mantissa bits and the least and largest exponent
-of the element format, and both formats have their largest number at 1.75 * 2^MAX.
+Where the hardware casts to FP8 (CAST), to nearest even and saturating, it does; elsewhere integer
+arithmetic gives the same bits. The formulas are those of `reference.py`; MBITS, MIN and MAX are the
+mantissa bits and the least and largest exponent of the element format, and both formats have their
+largest number at 1.75 * 2^MAX.
 """
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
+
+
+@cache
+def casts(device: torch.device) -> bool:
+    """Whether the device has instructions that cast to both FP8 formats: from 8.9 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @triton.jit
@@ -28,10 +38,33 @@ def scale_value(byte):
 
 
 @triton.jit
-def encode(x, byte, MBITS: tl.constexpr, MIN: tl.constexpr, MAX_CODE: tl.constexpr):
+def encode(
+    x,
+    byte,
+    MBITS: tl.constexpr,
+    MIN: tl.constexpr,
+    MAX_CODE: tl.constexpr,
+    CAST: tl.constexpr,
+):
     """The codes of `x / 2^(byte - 127)`, uint8: to nearest even, saturating; 0 for byte 255."""
     # The reciprocal of a scale is the scale of 254 - byte; no byte is above 247 but for 255.
     scaled = x * scale_value(tl.maximum(254 - byte, 0))
+    code = _cast(scaled, MBITS) if CAST else _round(scaled, MBITS, MIN, MAX_CODE)
+    return tl.where(byte == 255, 0, code).to(tl.uint8)
+
+
+@triton.jit
+def _cast(scaled, MBITS: tl.constexpr):
+    """By the instruction of the device."""
+    if MBITS == 3:
+        return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _round(scaled, MBITS: tl.constexpr, MIN: tl.constexpr, MAX_CODE: tl.constexpr):
+    """By integer arithmetic, int32."""
     bits = scaled.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     DROPPED: tl.constexpr = 23 - MBITS
@@ -43,8 +76,7 @@ def encode(x, byte, MBITS: tl.constexpr, MIN: tl.constexpr, MAX_CODE: tl.constex
     total = magnitude.to(tl.float32, bitcast=True) + anchor
     small = total.to(tl.int32, bitcast=True) - ANCHOR
     code = tl.where(magnitude < ((MIN + 127) << 23), small, normal)
-    code = tl.minimum(code, MAX_CODE) | ((bits >> 24) & 0x80)
-    return tl.where(byte == 255, 0, code).to(tl.uint8)
+    return tl.minimum(code, MAX_CODE) | ((bits >> 24) & 0x80)
 
 
 @triton.jit

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from olmo_mxfp8._formats import Format
 
-from .codes import encode, magnitude_bits, scale_byte
+from .codes import casts, encode, magnitude_bits, scale_byte
 
 _BLOCK = 32
 _TILE = 128
 _VALUES = 4096
 """Values a program."""
+_COLUMNS = 64
+"""Columns a program, so few that one warp holds all of a block and finds its maximum alone."""
 
 
 def quantize(
@@ -36,7 +38,7 @@ def quantize(
     shape[dim] //= _BLOCK
     scales = x.new_empty(shape, dtype=torch.uint8)
     inner = x[(0,) * dim].numel() // x.shape[dim]
-    options = {**format_options(element, rceil), "GROUP": granularity}
+    options = {**format_options(element, rceil, x.device), "GROUP": granularity}
     if inner == 1:
         groups = x.numel() // granularity
         each = _VALUES // granularity
@@ -44,9 +46,9 @@ def quantize(
             x, codes, scales, groups, GROUPS=each, num_warps=4, **options
         )
     else:
-        columns = 128
-        grid = (x.numel() // (granularity * inner), triton.cdiv(inner, columns))
-        _columns_kernel[grid](x, codes, scales, inner, COLUMNS=columns, num_warps=4, **options)
+        grid = (x.numel() // (granularity * inner), triton.cdiv(inner, _COLUMNS))
+        warps = granularity // _BLOCK
+        _columns_kernel[grid](x, codes, scales, inner, COLUMNS=_COLUMNS, num_warps=warps, **options)
     return codes, scales
 
 
@@ -67,7 +69,7 @@ def quantize_tiles(x: Tensor, dim: int, element: Format, *, rceil: bool) -> tupl
     grid = (x.numel() // K // _TILE, K // _TILE)
     last = dim == x.ndim - 1
     _tiles_kernel[grid](
-        x, codes, scales, K, LAST=last, num_warps=8, **format_options(element, rceil)
+        x, codes, scales, K, LAST=last, num_warps=8, **format_options(element, rceil, x.device)
     )
     return codes, scales
 
@@ -84,8 +86,7 @@ def quantize_both(
     row_codes, column_codes = (torch.empty_like(x_MK, dtype=torch.uint8) for _ in range(2))
     row_scales = x_MK.new_empty(M, K // _BLOCK, dtype=torch.uint8)
     column_scales = x_MK.new_empty(M // _BLOCK, K, dtype=torch.uint8)
-    columns = 128
-    grid = (M // _BLOCK, triton.cdiv(K, columns))
+    grid = (M // _BLOCK, triton.cdiv(K, _COLUMNS))
     _both_kernel[grid](
         x_MK,
         row_codes,
@@ -93,14 +94,14 @@ def quantize_both(
         column_codes,
         column_scales,
         K,
-        COLUMNS=columns,
-        num_warps=4,
-        **format_options(element, rceil),
+        COLUMNS=_COLUMNS,
+        num_warps=1,
+        **format_options(element, rceil, x_MK.device),
     )
     return row_codes, row_scales, column_codes, column_scales
 
 
-def format_options(element: Format, rceil: bool) -> dict[str, int]:
+def format_options(element: Format, rceil: bool, device: torch.device) -> dict[str, int]:
     """Return what kernels that quantise take by keyword."""
     return {
         "MBITS": element.mantissa_bits,
@@ -108,6 +109,7 @@ def format_options(element: Format, rceil: bool) -> dict[str, int]:
         "MAX": element.max_exponent,
         "MAX_CODE": element.max_code,
         "RCEIL": rceil,
+        "CAST": casts(device),
     }
 
 
@@ -124,6 +126,7 @@ def _rows_kernel(
     MAX: tl.constexpr,
     MAX_CODE: tl.constexpr,
     RCEIL: tl.constexpr,
+    CAST: tl.constexpr,
 ):
     """`GROUPS` runs of `GROUP` adjacent values a program."""
     first = tl.program_id(0).to(tl.int64) * GROUPS
@@ -132,7 +135,7 @@ def _rows_kernel(
     mask = (group < groups)[:, None]
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     byte = scale_byte(tl.max(magnitude_bits(value), 1), MAX, RCEIL)
-    tl.store(codes + at, encode(value, byte[:, None], MBITS, MIN, MAX_CODE), mask=mask)
+    tl.store(codes + at, encode(value, byte[:, None], MBITS, MIN, MAX_CODE, CAST), mask=mask)
     BLOCKS: tl.constexpr = GROUP // 32
     block = group[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :]
     tl.store(scales + block, tl.broadcast_to(byte[:, None], block.shape).to(tl.uint8), mask=mask)
@@ -151,6 +154,7 @@ def _columns_kernel(
     MAX: tl.constexpr,
     MAX_CODE: tl.constexpr,
     RCEIL: tl.constexpr,
+    CAST: tl.constexpr,
 ):
     """`GROUP` rows of `inner` values and `COLUMNS` of their columns a program."""
     row = tl.program_id(0).to(tl.int64) * GROUP + tl.arange(0, GROUP)
@@ -159,7 +163,7 @@ def _columns_kernel(
     mask = (column < inner)[None, :]
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     byte = scale_byte(tl.max(magnitude_bits(value), 0), MAX, RCEIL)[None, :]
-    tl.store(codes + at, encode(value, byte, MBITS, MIN, MAX_CODE), mask=mask)
+    tl.store(codes + at, encode(value, byte, MBITS, MIN, MAX_CODE, CAST), mask=mask)
     BLOCKS: tl.constexpr = GROUP // 32
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     at_scale = block[:, None] * inner + column[None, :]
@@ -178,6 +182,7 @@ def _tiles_kernel(
     MAX: tl.constexpr,
     MAX_CODE: tl.constexpr,
     RCEIL: tl.constexpr,
+    CAST: tl.constexpr,
 ):
     """One tile of 128 x 128 a program; the scales of a row (LAST) or of a column lie together."""
     row = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)
@@ -185,7 +190,7 @@ def _tiles_kernel(
     at = row[:, None] * K + column[None, :]
     value = tl.load(x + at).to(tl.float32)
     byte = scale_byte(tl.max(tl.max(magnitude_bits(value), 1), 0), MAX, RCEIL)
-    tl.store(codes + at, encode(value, byte, MBITS, MIN, MAX_CODE))
+    tl.store(codes + at, encode(value, byte, MBITS, MIN, MAX_CODE, CAST))
     block = tl.arange(0, 4)
     if LAST:
         block += tl.program_id(1) * 4
@@ -212,6 +217,7 @@ def _both_kernel(
     MAX: tl.constexpr,
     MAX_CODE: tl.constexpr,
     RCEIL: tl.constexpr,
+    CAST: tl.constexpr,
 ):
     """32 rows and `COLUMNS` columns a program."""
     BLOCKS: tl.constexpr = COLUMNS // 32
@@ -223,14 +229,14 @@ def _both_kernel(
     bits = magnitude_bits(value)
 
     byte = scale_byte(tl.max(bits, 0), MAX, RCEIL)
-    code = encode(value, byte[None, :], MBITS, MIN, MAX_CODE)
+    code = encode(value, byte[None, :], MBITS, MIN, MAX_CODE, CAST)
     tl.store(column_codes + at, code, mask=mask)
     at_scale = tl.program_id(0).to(tl.int64) * K + column
     tl.store(column_scales + at_scale, byte.to(tl.uint8), mask=column < K)
 
     byte = scale_byte(tl.max(tl.reshape(bits, (32, BLOCKS, 32)), 2), MAX, RCEIL)
     spread = tl.reshape(tl.broadcast_to(byte[:, :, None], (32, BLOCKS, 32)), (32, COLUMNS))
-    tl.store(row_codes + at, encode(value, spread, MBITS, MIN, MAX_CODE), mask=mask)
+    tl.store(row_codes + at, encode(value, spread, MBITS, MIN, MAX_CODE, CAST), mask=mask)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     at_scale = row[:, None] * (K // 32) + block[None, :]
     keep = tl.broadcast_to((block * 32 < K)[None, :], (32, BLOCKS))

@@ -45,7 +45,7 @@ def swiglu_quantize(
         GROUP=granularity,
         GROUPS=each,
         num_warps=4,
-        **format_options(element, rceil),
+        **format_options(element, rceil, hidden_R2H.device),
     )
     return codes, scales
 
@@ -90,7 +90,7 @@ def swiglu_quantize_backward(
         GROUP=granularity,
         GROUPS=each,
         num_warps=4,
-        **format_options(element, rceil),
+        **format_options(element, rceil, hidden_R2H.device),
     )
     return codes, scales, parts
 
@@ -108,11 +108,12 @@ def _store(
     MAX: tl.constexpr,
     MAX_CODE: tl.constexpr,
     RCEIL: tl.constexpr,
+    CAST: tl.constexpr,
 ):
     """Quantise runs (GROUPS, GROUP) and store them at `at`, the place of each run's first value."""
     byte = scale_byte(tl.max(magnitude_bits(value), 1), MAX, RCEIL)[:, None]
     inside = tl.arange(0, GROUP)[None, :]
-    code = encode(value, byte, MBITS, MIN, MAX_CODE)
+    code = encode(value, byte, MBITS, MIN, MAX_CODE, CAST)
     tl.store(codes + at[:, None] + inside, code, mask=mask[:, None])
     block = (at // 32)[:, None] + tl.arange(0, GROUP // 32)[None, :]
     tl.store(scales + block, tl.broadcast_to(byte, block.shape).to(tl.uint8), mask=mask[:, None])
@@ -133,6 +134,7 @@ def _swiglu_quantize_kernel(
     MAX: tl.constexpr,
     MAX_CODE: tl.constexpr,
     RCEIL: tl.constexpr,
+    CAST: tl.constexpr,
 ):
     """`GROUPS` runs of `GROUP` adjacent values of the result a program."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
@@ -145,7 +147,7 @@ def _swiglu_quantize_kernel(
     value = gate * tl.sigmoid(gate) * up
     if weights is not None:
         value *= tl.load(weights + row, mask=mask, other=0.0).to(tl.float32)[:, None]
-    _store(value, codes, scales, first, mask, GROUP, MBITS, MIN, MAX, MAX_CODE, RCEIL)
+    _store(value, codes, scales, first, mask, GROUP, MBITS, MIN, MAX, MAX_CODE, RCEIL, CAST)
 
 
 @triton.jit
@@ -165,6 +167,7 @@ def _swiglu_quantize_backward_kernel(
     MAX: tl.constexpr,
     MAX_CODE: tl.constexpr,
     RCEIL: tl.constexpr,
+    CAST: tl.constexpr,
 ):
     """`GROUPS` runs of `GROUP` adjacent values of either half a program."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
@@ -185,6 +188,6 @@ def _swiglu_quantize_backward_kernel(
         tl.store(parts + group, tl.sum(gradient * silu * up, 1), mask=mask)
         gradient *= tl.load(weights + row, mask=mask, other=0.0).to(tl.float32)[:, None]
     d_gate = gradient * up * (sigmoid + silu * (1.0 - sigmoid))
-    _store(d_gate, codes, scales, gate_at, mask, GROUP, MBITS, MIN, MAX, MAX_CODE, RCEIL)
+    _store(d_gate, codes, scales, gate_at, mask, GROUP, MBITS, MIN, MAX, MAX_CODE, RCEIL, CAST)
     d_up = gradient * silu
-    _store(d_up, codes, scales, gate_at + H, mask, GROUP, MBITS, MIN, MAX, MAX_CODE, RCEIL)
+    _store(d_up, codes, scales, gate_at + H, mask, GROUP, MBITS, MIN, MAX, MAX_CODE, RCEIL, CAST)
