@@ -16,7 +16,7 @@ from olmo_ep_comm._rowwise.exchange import RowwiseExchange
 from olmo_ep_comm._rowwise.form import Form
 from olmo_ep_comm._rowwise.memory import InProcessMemory, Shared, Stack, pointer_table
 from olmo_ep_comm._rowwise.plan import SourcePlan
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 
 def compile_all(dtype: torch.dtype, width: int, num_experts: int, top_k: int) -> None:
@@ -81,18 +81,24 @@ def test_the_kernels_spill_nothing(dtype, width, num_experts, top_k, capability)
             assert all(one.endswith((".v4.b32", ".v2.b64")) for one in stores), f"{name}: {stores}"
 
 
-class _Operations(TorchDispatchMode):
-    """Names of the operations that would run something on a device."""
+# What runs nothing on a device: attributes, views, memory, and `contiguous` of what is contiguous.
+NO_LAUNCH = {"__get__", "__len__", "__getitem__", "view", "empty", "empty_like", "contiguous"}
+NO_LAUNCH |= {"data_ptr", "numel", "stride"}
+
+
+class _Operations(TorchFunctionMode):
+    """Names of the operations that would run something on a device.
+
+    A mode of the dispatcher would see them too, after it has imported the compiler: 4 seconds.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        is_view = any(returned.alias_info for returned in func._schema.returns)
-        if not (is_view or name.startswith("empty")):
-            self.names.append(name)
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func.__name__ not in NO_LAUNCH:
+            self.names.append(func.__name__)
         return func(*args, **kwargs or {})
 
 
