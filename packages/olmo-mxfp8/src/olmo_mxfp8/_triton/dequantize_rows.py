@@ -31,7 +31,7 @@ def dequantize_rows(
     """
     (T, K), R = codes.shape, rows_R.numel()
     y = codes.new_empty(R, K, dtype=dtype)
-    columns = min(triton.next_power_of_2(K), _VALUES // 2)
+    columns = min(K & -K, _VALUES // 2)  # divides K, so that no program has columns to spare
     height = _VALUES // columns
     _dequantize_rows_kernel[(triton.cdiv(R, height), triton.cdiv(K, columns))](
         codes,

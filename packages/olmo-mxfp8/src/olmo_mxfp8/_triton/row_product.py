@@ -115,19 +115,22 @@ def _row_product_kernel(
         # For scales, which no descriptor guards.
         rows = tl.minimum(row + tl.arange(0, BM), R - 1).to(tl.int64)
         accumulator = tl.zeros((BM, BN), tl.float32)
+        if KIND == "coarse":
+            b_tile = b_scales + (expert.to(tl.int64) * (N // BN) + j) * (K // BK)
+            scale = tl.load(a_scales + rows) * tl.load(b_tile)
         for k in tl.range(0, K, BK):
             left = a.load([row, k])
             right = tl.reshape(b.load([expert, j * BN, k]), (BN, BK))
             if KIND == "plain":
                 accumulator = tl.dot(left, right.T, accumulator)
             elif KIND == "coarse":
-                step = tl.cast(k // BK, tl.int64)
-                b_tile = expert.to(tl.int64) * (N // BN) + j
-                scale = tl.load(a_scales + step * R + rows)
-                scale *= tl.load(b_scales + b_tile * (K // BK) + step)
+                # Those of the next step, or each step would wait for its own.
+                step = tl.minimum(k // BK + 1, K // BK - 1).to(tl.int64)
+                following = tl.load(a_scales + step * R + rows) * tl.load(b_tile + step)
                 # Finite, or a sum of zero would become NaN; any other still overflows or nearly so.
                 scale = tl.where(scale == float("inf"), 1.7014118346046923e38, scale)
                 accumulator += tl.dot(left, right.T) * scale[:, None]
+                scale = following
             else:
                 tl.static_assert(KIND == "native")
                 block = k // 32 + tl.arange(0, BK // 32)
