@@ -1,9 +1,17 @@
 """Configuration and mesh to the parts of a run: model, dispatcher, reducer, optimizer, executor."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from olmo_distopt import GradientReducer, Location, ReplicaGroups, ShardedAdamW
+from olmo_distopt import (
+    DecayPolicy,
+    GradientReducer,
+    Location,
+    ReplicaGroups,
+    ShardedAdamW,
+    ShardedMuon,
+)
 from olmo_ep_comm import Dispatcher, create_dispatcher
 from olmo_experts_gemm import Experts
 from olmo_mxfp8 import MXLinear, mx_grouped_mm
@@ -11,7 +19,13 @@ from olmo_pipeline import PipelineExecutor, Schedule, interleaved_one_f_one_b, o
 from olmo_routing import Router, SelectionBias
 from torch import nn
 
-from olmo_trainer.config import InterleavedOneFOneB, LayoutConfig, OneFOneB, TrainerConfig
+from olmo_trainer.config import (
+    InterleavedOneFOneB,
+    LayoutConfig,
+    MuonConfig,
+    OneFOneB,
+    TrainerConfig,
+)
 from olmo_trainer.mesh import Mesh
 from olmo_trainer.model.attention import Attention
 from olmo_trainer.model.block import Block
@@ -22,6 +36,8 @@ from olmo_trainer.model.transformer import Transformer
 from olmo_trainer.sizes import stage_layers
 from olmo_trainer.stage import Stage
 from olmo_trainer.statistics import StepStatistics
+
+Optimizer = ShardedAdamW | ShardedMuon
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -37,7 +53,7 @@ class Assembly:
     statistics: StepStatistics
     replica_groups: ReplicaGroups
     reducer: GradientReducer
-    optimizer: ShardedAdamW
+    optimizer: Optimizer
     executor: PipelineExecutor
 
     @property
@@ -148,18 +164,13 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
-def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: matrices, but never norms, biases or the embedding."""
-    return parameter.ndim >= 2 and name != "embedding.weight"
-
-
 def build_optimizer(
     config: TrainerConfig,
     named: list[tuple[str, nn.Parameter]],
     groups: ReplicaGroups,
     *,
     first_expert: int,
-) -> ShardedAdamW:
+) -> Optimizer:
     """Return the optimizer of these parameters; collective over the groups.
 
     Args:
@@ -168,15 +179,28 @@ def build_optimizer(
         groups: Who holds replicas of them.
         first_expert: Global index of the first expert held here.
     """
-    adamw = config.optimizer
-    return ShardedAdamW(
+    chosen = config.optimizer
+    make = ShardedAdamW
+    if isinstance(chosen, MuonConfig):
+        make = partial(
+            ShardedMuon,
+            momentum=chosen.momentum,
+            nesterov=chosen.momentum_form == "nesterov",
+            num_iterations=chosen.iterations,
+            scale=chosen.scale,
+            product_dtype=DTYPES[chosen.products],
+        )
+    return make(
         named,
         groups,
-        lr=adamw.learning_rate,
-        betas=(adamw.beta1, adamw.beta2),
-        eps=adamw.epsilon,
-        weight_decay=adamw.weight_decay,
-        decay=decays,
+        lr=chosen.learning_rate,
+        betas=(chosen.beta1, chosen.beta2),
+        eps=chosen.epsilon,
+        weight_decay=chosen.weight_decay,
+        decay=DecayPolicy(
+            embeddings="embedding" in chosen.decay, routers="routers" in chosen.decay
+        ),
+        moment_dtype=DTYPES[chosen.moments],
         locations={
             name: Location((config.model.moe.num_experts, *parameter.shape[1:]), first_expert)
             for name, parameter in named

@@ -2,24 +2,24 @@
 
 The tree is frozen and closed: an unknown key is an error. A recipe is a function returning one
 (`recipes.py`); the command line changes single values with `--set a.b=c` (`overrides.py`). No torch
-import here, so that a wrong value is answered at once.
+import here, so that a wrong value is answered at once. The `config_*.py` beside this module hold
+the larger strategies; this one is where all of them are imported from.
 """
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-
-class Config(BaseModel):
-    """Base of every node: immutable, no unknown keys, defaults checked too."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        validate_default=True,
-        allow_inf_nan=False,
-        coerce_numbers_to_str=True,  # a folder named 2024
-    )
+from olmo_trainer.config_batch import BatchConfig as BatchConfig
+from olmo_trainer.config_layout import InterleavedOneFOneB as InterleavedOneFOneB
+from olmo_trainer.config_layout import LayoutConfig as LayoutConfig
+from olmo_trainer.config_layout import OneFOneB as OneFOneB
+from olmo_trainer.config_node import Config as Config
+from olmo_trainer.config_node import SplitWords
+from olmo_trainer.config_optimizer import AdamWConfig as AdamWConfig
+from olmo_trainer.config_optimizer import MuonConfig as MuonConfig
+from olmo_trainer.config_optimizer import OptimizerConfig as OptimizerConfig
+from olmo_trainer.config_precision import PrecisionConfig as PrecisionConfig
 
 
 class AttentionConfig(Config):
@@ -121,22 +121,6 @@ class ModelConfig(Config):
         return range(min(self.num_dense_layers, self.num_layers), self.num_layers)
 
 
-class PrecisionConfig(Config):
-    """What is computed in which format; main weights and moments are always FP32."""
-
-    parameters: Literal["auto", "fp32", "bf16"] = Field(
-        default="auto", description="auto = bf16 on a GPU, fp32 on a CPU"
-    )
-    mxfp8: tuple[Literal["experts", "shared"], ...] = Field(
-        default=(), description="layers whose products run in MXFP8"
-    )
-
-    @field_validator("mxfp8", mode="before")
-    @classmethod
-    def _split_words(cls, value: object) -> object:
-        return [word for word in value.split(",") if word] if isinstance(value, str) else value
-
-
 class StandardLibrarySource(Config):
     """The text of the Python standard library that came with the interpreter."""
 
@@ -155,7 +139,9 @@ class TokenFilesSource(Config):
     """Token files: folders that `prepare` wrote, or OLMo-core's memory maps."""
 
     kind: Literal["token_files"] = "token_files"
-    paths: tuple[str, ...] = Field(min_length=1, description="files, folders or patterns")
+    paths: Annotated[tuple[str, ...], SplitWords] = Field(
+        min_length=1, description="files, folders or patterns"
+    )
     dtype: Literal["auto", "uint16", "uint32"] = Field(
         default="auto", description="auto = what the manifest or the header says"
     )
@@ -165,11 +151,6 @@ class TokenFilesSource(Config):
     check: Literal["all", "sampled"] = Field(
         default="all", description="how much of files without a manifest is read before training"
     )
-
-    @field_validator("paths", mode="before")
-    @classmethod
-    def _split_words(cls, value: object) -> object:
-        return [word for word in value.split(",") if word] if isinstance(value, str) else value
 
 
 PlainSourceConfig = Annotated[
@@ -232,84 +213,6 @@ class DataConfig(Config):
     heldout_fraction: float = Field(default=0.05, gt=0, lt=1)
 
 
-class BatchConfig(Config):
-    """A step's tokens. The global batch is the same under every layout."""
-
-    sequences: int = Field(default=16, ge=1, description="sequences a step, over all ranks")
-    accumulation: int = Field(default=1, ge=1, description="microbatches a data rank")
-
-
-class AdamWConfig(Config):
-    """AdamW with decoupled decay on matrices, gradient clipping, cosine schedule with warm-up."""
-
-    learning_rate: float = Field(default=3e-3, gt=0)
-    final_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="last over peak learning rate"
-    )
-    warmup_steps: int = Field(default=20, ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    epsilon: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-
-
-class OneFOneB(Config):
-    """One forward, one backward; one stage a rank."""
-
-    kind: Literal["one_f_one_b"] = "one_f_one_b"
-
-    @property
-    def stages_per_rank(self) -> int:
-        """Virtual stages a rank."""
-        return 1
-
-
-class InterleavedOneFOneB(Config):
-    """Interleaved 1F1B: `chunks` stages a rank, in a loop."""
-
-    kind: Literal["interleaved"] = "interleaved"
-    chunks: int = Field(default=2, ge=2)
-
-    @property
-    def stages_per_rank(self) -> int:
-        """Virtual stages a rank."""
-        return self.chunks
-
-
-ScheduleConfig = Annotated[OneFOneB | InterleavedOneFOneB, Field(discriminator="kind")]
-
-
-class LayoutConfig(Config):
-    """How the ranks divide the work: `data * pipeline = world`, and `expert` divides `data`."""
-
-    data: int | None = Field(default=None, ge=1, description="data ranks; none = world / pipeline")
-    expert: int = Field(default=1, ge=1, description="ranks that share the experts, within `data`")
-    pipeline: int = Field(default=1, ge=1)
-    schedule: ScheduleConfig = OneFOneB()
-    dispatcher: Literal["auto", "local", "all_to_all"] = Field(
-        default="auto", description="auto = local for one expert rank, all_to_all for more"
-    )
-
-    @model_validator(mode="after")
-    def _words_agree(self) -> Self:
-        if self.dispatcher == "local" and self.expert > 1:
-            raise ValueError(
-                f"dispatcher 'local' needs expert = 1, got expert = {self.expert}; "
-                "use 'auto' or 'all_to_all'"
-            )
-        if self.pipeline == 1 and self.schedule.stages_per_rank > 1:
-            raise ValueError(
-                "schedule 'interleaved' needs pipeline >= 2, got pipeline = 1; use 'one_f_one_b'"
-            )
-        return self
-
-    @property
-    def num_stages(self) -> int:
-        """Virtual pipeline stages."""
-        return self.pipeline * self.schedule.stages_per_rank
-
-
 class RunConfig(Config):
     """Where the run writes, and how often it logs, evaluates and saves."""
 
@@ -335,7 +238,7 @@ class TrainerConfig(Config):
     precision: PrecisionConfig = PrecisionConfig()
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
-    optimizer: AdamWConfig = AdamWConfig()
+    optimizer: OptimizerConfig = AdamWConfig()
     layout: LayoutConfig = LayoutConfig()
     run: RunConfig = RunConfig()
 

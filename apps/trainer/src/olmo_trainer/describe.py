@@ -37,7 +37,7 @@ def print_config(config: TrainerConfig, console: Console) -> None:
     for word in words:
         console.print(
             f"bytes       {bytes_per_rank(config, weights=word):,.0f} on the fullest rank with "
-            f"{word} weights: weights, FP32 gradients, sharded FP32 main weights and moments; "
+            f"{word} weights: weights, FP32 gradients, sharded main weights and moments; "
             "no activations",
             soft_wrap=True,
         )

@@ -2,10 +2,10 @@
 
 import math
 
-from olmo_trainer.config import AdamWConfig
+from olmo_trainer.config import OptimizerConfig
 
 
-def learning_rate(config: AdamWConfig, step: int, num_steps: int) -> float:
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     """Return the rate of the update number `step` (from 0): linear warm-up, then a cosine.
 
     The first update uses the first step of the warm-up, never zero; the last uses

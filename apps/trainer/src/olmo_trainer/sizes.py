@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from olmo_pipeline import split_layers
 
-from olmo_trainer.config import ModelConfig, TrainerConfig
+from olmo_trainer.config import ModelConfig, MuonConfig, OptimizerConfig, TrainerConfig
 
-# Bytes a parameter: gradients stay FP32; main weight and two moments are FP32 and sharded.
+# Bytes a parameter: gradients and main weights are FP32 always; main weights and moments sharded.
 GRADIENT_BYTES = 4
-OPTIMIZER_BYTES = 12
-WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
+MAIN_WEIGHT_BYTES = 4
+BYTES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class ParameterCounts:
     embedding: int
     head: int
     dense: tuple[int, ...]  # of each layer: everything but routed experts
+    hidden: tuple[int, ...]  # of those, in matrices between the ends of the model; no routers
     expert: int  # of one expert
     num_experts: int
     top_k: int
@@ -50,16 +51,21 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
     keys = attention.num_kv_heads * attention.head_dim
     per_head = attention.qk_norm == "head"
     qk_norms = 2 * attention.head_dim if per_head else query + keys
-    mixing = 2 * D * (query + keys) + qk_norms + (4 if model.norms == "peri" else 2) * D
-    routed = D * moe.num_experts + 3 * D * moe.shared_hidden
-    dense = tuple(
-        mixing + (routed if layer in model.moe_layers else 3 * D * model.dense_hidden)
+    norms = qk_norms + (4 if model.norms == "peri" else 2) * D
+    hidden = tuple(
+        2 * D * (query + keys)
+        + 3 * D * (moe.shared_hidden if layer in model.moe_layers else model.dense_hidden)
         for layer in range(model.num_layers)
+    )
+    dense = tuple(
+        matrices + norms + (D * moe.num_experts if layer in model.moe_layers else 0)
+        for layer, matrices in enumerate(hidden)
     )
     return ParameterCounts(
         embedding=model.vocab_size * D,
         head=model.vocab_size * D + D,
         dense=dense,
+        hidden=hidden,
         expert=3 * D * moe.expert_hidden,
         num_experts=moe.num_experts,
         top_k=moe.top_k,
@@ -96,27 +102,41 @@ def head_cost_in_layers(model: ModelConfig) -> float:
     return counts.head / (layers / model.num_layers)
 
 
+def state_bytes(optimizer: OptimizerConfig) -> tuple[int, int]:
+    """Return the bytes of main weight and moments of an element: of hidden matrices, of the rest.
+
+    AdamW keeps two moments, Muon one momentum for the matrices that are its own.
+    """
+    moment = BYTES[optimizer.moments]
+    adamw = MAIN_WEIGHT_BYTES + 2 * moment
+    return (MAIN_WEIGHT_BYTES + moment if isinstance(optimizer, MuonConfig) else adamw), adamw
+
+
 def bytes_per_rank(config: TrainerConfig, *, weights: str) -> float:
     """Return the resident bytes of the fullest rank, for weights in `weights` ("fp32" or "bf16").
 
     Dense parameters cost `weight + 4 + 12/D` bytes, experts `(weight + 4)/M_E + 12/D`: in BF16 the
-    report's `6 + 12/D` and `6/M_E + 12/D`. Activations and communication buffers are not counted.
+    report's `6 + 12/D` and `6/M_E + 12/D`. Other optimizers have another number than 12; a Muon
+    matrix stays whole with one of D ranks, and is counted as their mean. Activations and
+    communication buffers are not counted.
     """
     counts, layout = count_parameters(config.model), config.layout
     data = layout.data or 1
-    resident = WEIGHT_BYTES[weights] + GRADIENT_BYTES
-    held = resident + OPTIMIZER_BYTES / data
-    expert = resident / layout.expert + OPTIMIZER_BYTES / data
+    resident = BYTES[weights] + GRADIENT_BYTES
+    of_matrix, of_rest = (resident + each / data for each in state_bytes(config.optimizer))
+    expert = of_matrix - resident + resident / layout.expert
     experts = counts.num_experts * counts.expert
     layers = [
-        dense * held + (experts * expert if index in config.model.moe_layers else 0.0)
-        for index, dense in enumerate(counts.dense)
+        matrices * of_matrix
+        + (dense - matrices) * of_rest
+        + (experts * expert if index in config.model.moe_layers else 0.0)
+        for index, (dense, matrices) in enumerate(zip(counts.dense, counts.hidden, strict=True))
     ]
     ranks = [
         sum(layers[index] for part in parts for index in part) for parts in layers_of_ranks(config)
     ]
-    ranks[0] += counts.embedding * held
-    ranks[-1] += counts.head * held
+    ranks[0] += counts.embedding * of_rest
+    ranks[-1] += counts.head * of_rest
     return max(ranks)
 
 

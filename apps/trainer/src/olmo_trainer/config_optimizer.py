@@ -1,0 +1,68 @@
+"""How weights move: AdamW, or Muon for the matrices between the embedding and the head."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from olmo_trainer.config_node import Config, SplitWords
+
+MOST_BF16_BETA = 1 - 2**-8  # above it a BF16 moment can round back to where it was
+
+
+class ElementwiseConfig(Config):
+    """What every optimizer here has: AdamW for some tensors at least, decay, clipping, the rate."""
+
+    learning_rate: float = Field(default=3e-3, gt=0)
+    final_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="last over peak learning rate"
+    )
+    warmup_steps: int = Field(default=20, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    epsilon: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    decay: Annotated[tuple[Literal["embedding", "routers"], ...], SplitWords] = Field(
+        default=("routers",),
+        description="what decays besides all other matrices; norms and biases never do",
+    )
+    moments: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="bf16 = half the bytes of moments and momentum"
+    )
+    max_grad_norm: float = Field(default=1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _moments_hold_the_betas(self) -> Self:
+        for name in ("beta1", "beta2"):
+            beta = getattr(self, name)
+            if self.moments == "bf16" and beta > MOST_BF16_BETA:
+                raise ValueError(
+                    f"{name} ({beta}) must be at most {MOST_BF16_BETA} with moments = 'bf16', "
+                    "whose 8 bits cannot hold smaller changes; use moments = 'fp32'"
+                )
+        return self
+
+
+class AdamWConfig(ElementwiseConfig):
+    """AdamW with decoupled decay, for every tensor."""
+
+    kind: Literal["adamw"] = "adamw"
+
+
+class MuonConfig(ElementwiseConfig):
+    """Muon for hidden matrices and the matrices of each expert, AdamW for the rest."""
+
+    kind: Literal["muon"] = "muon"
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    momentum_form: Literal["nesterov", "plain"] = "nesterov"
+    iterations: int = Field(default=5, ge=1, description="Newton-Schulz iterations")
+    scale: Literal["adamw_rms", "shape"] = Field(
+        default="adamw_rms",
+        description="of an update: as large as AdamW's, so that one rate suits both, or "
+        "sqrt(max(1, rows / columns))",
+    )
+    products: Literal["bf16", "fp32"] = Field(
+        default="bf16", description="dtype of the Newton-Schulz products"
+    )
+
+
+OptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="kind")]
