@@ -1,4 +1,4 @@
-"""A NaN in one expert's gradient on one rank: every rank says so, and nobody has changed a bit."""
+"""A NaN in one expert's gradient on one rank: all stop or skip, and nobody has changed a bit."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from olmo_trainer.build import assemble
 from olmo_trainer.checkpoint import state_of
-from olmo_trainer.config import LayoutConfig
+from olmo_trainer.config import LayoutConfig, SkipGuard, StopGuard
 from olmo_trainer.data import Batch
 from olmo_trainer.mesh import create_mesh
 from olmo_trainer.recipes import nano
@@ -16,16 +16,18 @@ from olmo_trainer.step import NonFiniteError, accumulate_gradients, update
 
 def _snapshot(assembly: Any) -> dict[str, torch.Tensor]:
     state = {
-        name: (each if name == "step" else each.local).clone()
-        for name, each in state_of(assembly).items()
+        name: getattr(each, "local", each).clone() for name, each in state_of(assembly).items()
     }
     return state | {name: each.detach().clone() for name, each in assembly.parameters}
 
 
-def _step(rank: int, world: int, layout: tuple[int, int, int], poison: float) -> str:
+def _step(rank: int, world: int, layout: tuple[int, int, int], poison: float, skips: bool) -> str:
     data, expert, pipeline = layout
     config = nano().model_copy(
-        update={"layout": LayoutConfig(data=data, expert=expert, pipeline=pipeline)}
+        update={
+            "layout": LayoutConfig(data=data, expert=expert, pipeline=pipeline),
+            "guard": SkipGuard() if skips else StopGuard(),
+        }
     )
     config = config.for_world(world)
     assembly = assemble(config, create_mesh(config.layout, torch.device("cpu")))
@@ -38,22 +40,31 @@ def _step(rank: int, world: int, layout: tuple[int, int, int], poison: float) ->
         gradients = dict(assembly.parameters)
         gradients["layers.3.feed_forward.experts.w_down_EDH"].main_grad[0, 0, 0] += poison
     try:
-        update(assembly, 1, 1e-3)
+        skipped = update(assembly, 1, 1e-3).skips
+        answer = f"skipped {skipped.total}: {skipped.reasons}" if skipped.reasons else "updated"
     except NonFiniteError as error:
-        after = _snapshot(assembly)
-        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-        return str(error)
-    return "updated"
+        answer = str(error)
+    after = _snapshot(assembly)
+    kept = [
+        torch.equal(tensor, after[name])
+        for name, tensor in before.items()
+        if not name.startswith("guard.")
+    ]
+    assert not any(kept) if answer == "updated" else all(kept)
+    return answer
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", [(2, 2, 1), (1, 1, 2)], ids=str)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 0.0], ids=str)
-def test_all_ranks_agree(processes, layout, poison):
+@pytest.mark.parametrize("skips", [False, True], ids=["stop", "skip"])
+def test_all_ranks_agree(processes, layout, poison, skips):
     # Layouts in which the last rank alone holds the poisoned expert.
-    answers = processes.run(_step, layout, poison, world=2)
+    answers = processes.run(_step, layout, poison, skips, world=2)
     if poison == 0.0:
         assert set(answers) == {"updated"}
+    elif skips:
+        assert set(answers) == {"skipped 1: ('norm not finite',)"}
     else:
         assert all("step 1: the gradient norm is" in answer for answer in answers)
         assert all("nothing was updated" in answer for answer in answers)

@@ -22,7 +22,7 @@ def test_every_recipe_is_valid_and_named_by_its_key():
         ("model=3", "model is a group; set one of its values: vocab_size"),
         (
             "optimizer.lr=1",
-            "optimizer.lr: no such key; optimizer has learning_rate, final_fraction",
+            "optimizer.lr: no such key for kind = .adamw.; optimizer has learning_rate, ",
         ),
         ("nothing", "--set needs KEY=VALUE, got 'nothing'"),
         ("model.d_model=30", "model.d_model = 30: input should be a multiple of 8"),

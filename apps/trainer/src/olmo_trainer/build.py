@@ -24,8 +24,10 @@ from olmo_trainer.config import (
     LayoutConfig,
     MuonConfig,
     OneFOneB,
+    SkipGuard,
     TrainerConfig,
 )
+from olmo_trainer.guard import Guard
 from olmo_trainer.mesh import Mesh
 from olmo_trainer.model.attention import Attention
 from olmo_trainer.model.block import Block
@@ -54,6 +56,7 @@ class Assembly:
     replica_groups: ReplicaGroups
     reducer: GradientReducer
     optimizer: Optimizer
+    guard: Guard | None
     executor: PipelineExecutor
 
     @property
@@ -243,6 +246,7 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
         replica_groups=groups,
         reducer=GradientReducer(named, groups),
         optimizer=optimizer,
+        guard=Guard(config.guard, mesh) if isinstance(config.guard, SkipGuard) else None,
         executor=PipelineExecutor(
             schedule, stages, group=mesh.pipeline_group, device=mesh.device, dtype=dtype
         ),

@@ -26,13 +26,15 @@ from olmo_trainer.checkpoint_manifest import (
     write_manifest,
 )
 from olmo_trainer.config import TrainerConfig
+from olmo_trainer.guard import PREFIX as GUARD
 from olmo_trainer.mesh import Mesh
 from olmo_trainer.model.transformer import Transformer
 
 
 def state_of(assembly: Assembly) -> dict[str, Any]:
-    """Return the live state by global name: optimizer state and selection biases, no copies."""
-    return {**assembly.optimizer.state_dict(), **bias_shards(assembly.selection_biases)}
+    """Return the live state by global name: of optimizer, selection biases, guard; no copies."""
+    guard = {} if assembly.guard is None else assembly.guard.state_dict()
+    return {**assembly.optimizer.state_dict(), **bias_shards(assembly.selection_biases), **guard}
 
 
 def bias_shards(biases: Mapping[int, SelectionBias]) -> dict[str, Any]:
@@ -102,14 +104,20 @@ def load_checkpoint(assembly: Assembly, manifest: Manifest) -> None:
         CheckpointError: A tensor is missing, extra, or of another shape; on every rank alike.
     """
     expected = _gather_elements(assembly.mesh, state_of(assembly))
-    for name in sorted(expected.keys() | manifest.elements.keys()):
+    # A guard may come, go or change its window: it then starts without memories.
+    guard = {} if assembly.guard is None else assembly.guard.state_dict()
+    if any(manifest.elements.get(name) != tensor.numel() for name, tensor in guard.items()):
+        guard = {}
+    names = expected.keys() | manifest.elements.keys()
+    for name in sorted(name for name in names if not name.startswith(GUARD)):
         here, there = expected.get(name), manifest.elements.get(name)
         if here != there:
             raise CheckpointError(
                 f"{manifest.path}: tensor {name} has {_elements(there)} there and "
                 f"{_elements(here)} here"
             )
-    state = {**assembly.optimizer.start_loading(), **bias_shards(assembly.selection_biases)}
+    biases = bias_shards(assembly.selection_biases)
+    state = {**assembly.optimizer.start_loading(), **biases, **guard}
     _read(state, manifest, alone=assembly.mesh.world_group is None)
     assembly.optimizer.finish_loading()
 

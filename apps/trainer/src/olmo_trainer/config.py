@@ -11,6 +11,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from olmo_trainer.config_batch import BatchConfig as BatchConfig
+from olmo_trainer.config_guard import GuardConfig as GuardConfig
+from olmo_trainer.config_guard import SkipGuard as SkipGuard
+from olmo_trainer.config_guard import StopGuard as StopGuard
 from olmo_trainer.config_layout import InterleavedOneFOneB as InterleavedOneFOneB
 from olmo_trainer.config_layout import LayoutConfig as LayoutConfig
 from olmo_trainer.config_layout import OneFOneB as OneFOneB
@@ -239,6 +242,7 @@ class TrainerConfig(Config):
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = AdamWConfig()
+    guard: GuardConfig = StopGuard()
     layout: LayoutConfig = LayoutConfig()
     run: RunConfig = RunConfig()
 

@@ -142,7 +142,7 @@ class _Run:
             if first == 0:
                 progress.say(f"before training: held-out {self._hold_out(0):.4f} nats a token")
             for step in range(first + 1, num_steps + 1):
-                record, stopping = self._step(step, stop)
+                record, stopping = self._step(step, stop, progress)
                 stopped = stopping and step < num_steps
                 # The record comes before the checkpoint: a resume will not write it again.
                 if stopped:
@@ -167,7 +167,9 @@ class _Run:
         if self.log is not None:
             self.log.write(record)
 
-    def _step(self, step: int, stop: threading.Event) -> tuple[StepRecord, bool]:
+    def _step(
+        self, step: int, stop: threading.Event, progress: Progress
+    ) -> tuple[StepRecord, bool]:
         """Do step `step`, from 1; return its record and whether a rank wants to stop."""
         assembly, mesh, config = self.assembly, self.mesh, self.config
         began = time.perf_counter()
@@ -182,7 +184,9 @@ class _Run:
         ]
         accumulate_gradients(assembly, batches, stop=stop.is_set())
         rate = learning_rate(config.optimizer, step - 1, config.steps)
-        norm = update(assembly, step, rate)
+        updated = update(assembly, step, rate)
+        if updated.skips.reasons:
+            progress.say(f"step {step} is left out: {', '.join(updated.skips.reasons)}")
         totals, layers = assembly.statistics.totals(), assembly.statistics.layers()
         seconds = time.perf_counter() - began
         record = StepRecord(
@@ -191,7 +195,7 @@ class _Run:
             balance_loss=_mean([layer.balance_loss for layer in layers]),
             auxiliary_loss=totals.auxiliary_loss,
             z_loss=_mean([layer.z_loss for layer in layers]),
-            grad_norm=norm,
+            grad_norm=updated.norm,
             learning_rate=rate,
             tokens=totals.tokens,
             seconds=seconds,
@@ -202,6 +206,8 @@ class _Run:
             honesty=[layer.honesty for layer in layers],
             entropy_deficit=[layer.entropy_deficit for layer in layers],
             dead_experts=[layer.dead_experts for layer in layers],
+            skipped=int(bool(updated.skips.reasons)),
+            num_skipped=updated.skips.total,
         )
         return record, totals.stop
 

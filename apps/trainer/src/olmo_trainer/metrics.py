@@ -60,6 +60,8 @@ class StepRecord:
         entropy_deficit: How far the load's entropy is below that of a uniform load.
         dead_experts: Experts that got no route.
         heldout_loss: Held-out loss in nats per token, when this step measured it.
+        skipped: 1 when the guard left this step out, else 0.
+        num_skipped: Steps left out so far.
 
     Raises:
         TypeError: A value is not a plain Python number (a tensor, say).
@@ -83,6 +85,8 @@ class StepRecord:
     entropy_deficit: list[float] = field(default_factory=list)
     dead_experts: list[int] = field(default_factory=list)
     heldout_loss: float | None = None
+    skipped: int = 0
+    num_skipped: int = 0
 
     def __post_init__(self) -> None:
         _require_plain_numbers(self)

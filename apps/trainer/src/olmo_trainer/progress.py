@@ -27,7 +27,7 @@ class Progress:
         total_steps: Steps of the whole run.
         start_step: Steps done before this process began; 0 unless it resumed.
         log_every: Steps between two log lines. The first step of the process, the last step of
-            the run and a step with a held-out loss always get one.
+            the run, a skipped step and one with a held-out loss always get one.
         console: Where to print; standard output when None. Its `is_terminal` decides on the bar.
         enabled: False prints nothing at all.
 
@@ -80,7 +80,7 @@ class Progress:
             return
         if self._bar is not None:
             self._bar.update(self._task, completed=record.step, status=_status(record))
-        due = record.step in (self._first_step, self._total_steps)
+        due = record.step in (self._first_step, self._total_steps) or record.skipped
         if due or record.step % self._log_every == 0 or record.heldout_loss is not None:
             self.say(log_line(record, self._total_steps))
 
@@ -99,7 +99,8 @@ def log_line(record: StepRecord, total_steps: int) -> str:
     """Write one step as a line of ASCII text of fixed columns.
 
     The honesty of the worst loaded layer is shown when it is below 0: there the balance loss
-    rewards the imbalance that it should remove.
+    rewards the imbalance that it should remove. Steps that the guard left out are counted, in
+    capitals where this one is among them.
     """
     width = len(str(total_steps))
     parts = [
@@ -117,6 +118,8 @@ def log_line(record: StepRecord, total_steps: int) -> str:
             parts.append(f"honesty {record.honesty[worst]:.2f}")
     if dead := sum(record.dead_experts):
         parts.append(f"dead {dead}")
+    if record.num_skipped:
+        parts.append(f"{'SKIPPED' if record.skipped else 'skipped'} {record.num_skipped}")
     if record.heldout_loss is not None:
         parts.append(f"held-out {record.heldout_loss:.4f}")
     return "  ".join(parts)

@@ -87,6 +87,11 @@ class StepStatistics:
         """The sums; reduce it over the world in place."""
         return self._vector
 
+    @property
+    def loss(self) -> torch.Tensor:
+        """The mean cross entropy of the global batch, 0-d float64, after the reduction."""
+        return self._totals[0]
+
     def counts(self, layer: int) -> torch.Tensor:
         """Return `counts_E` (int64) of a layer."""
         return self._counts_LE[layer - self.moe_layers.start].round().to(torch.int64)

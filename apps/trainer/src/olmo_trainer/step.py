@@ -1,24 +1,35 @@
 """One optimizer step: forward and backward of the global batch, one reduction, one update.
 
     counts of the global batch -> executor (all microbatches) -> statistics and gradients reduced
-    -> one norm, one clip factor -> selection biases -> optimizer
+    -> one norm, one clip factor, one verdict of the guard -> selection biases -> optimizer
 
 The halves are separate because `verify` looks at the gradients between them.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from olmo_distopt import clip_grad_norm, global_grad_norm
+from olmo_distopt import clip_factor, global_grad_norm
 
 from olmo_trainer.build import Assembly
+from olmo_trainer.config import SkipGuard
 from olmo_trainer.data import Batch
+from olmo_trainer.guard import Skips
 from olmo_trainer.stage import Microbatch
 
 
 class NonFiniteError(RuntimeError):
-    """A gradient norm or a held-out loss is NaN or infinite: the run has diverged."""
+    """The run has diverged: a NaN or an infinity, or too many steps in a row left out."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """How an update went; plain values, the same on every rank."""
+
+    norm: float  # of the gradient, before clipping
+    skips: Skips
 
 
 def count_tokens(assembly: Assembly, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,36 +80,48 @@ def gradient_norm(assembly: Assembly) -> torch.Tensor:
     )
 
 
-def update_biases(assembly: Assembly) -> None:
-    """Move each selection bias by the requested counts of the global batch."""
+def update_biases(assembly: Assembly, skip: torch.Tensor | None = None) -> None:
+    """Move each selection bias by the requested counts of the global batch.
+
+    Where `skip` (0-d bool on the device) is true they keep their bits.
+    """
     for layer, bias in assembly.selection_biases.items():
+        before = None if skip is None else bias.bias_E.clone()
         bias.update(assembly.statistics.counts(layer))
+        if skip is not None and before is not None:
+            torch.where(skip, before, bias.bias_E, out=bias.bias_E)
 
 
-def update(assembly: Assembly, step: int, rate: float) -> float:
-    """Clip, move the selection biases, step the optimizer; return the norm before clipping.
+def update(assembly: Assembly, step: int, rate: float) -> Update:
+    """Clip, move the selection biases and step the optimizer, or leave all of them as they are.
 
     `step`, from 1, is for the message.
 
     Raises:
-        NonFiniteError: On every rank alike, before anything is changed.
+        NonFiniteError: On every rank alike: the gradient is not finite and there is no guard to
+            skip the step, or the guard has lost its patience. Nothing of this step is changed.
     """
-    norm = float(
-        clip_grad_norm(
-            assembly.parameters,
-            assembly.replica_groups,
-            assembly.config.optimizer.max_grad_norm,
-            group=assembly.mesh.world_group,
-        )
-    )
-    if not math.isfinite(norm):
+    config, guard, skip = assembly.config, assembly.guard, None
+    norm = gradient_norm(assembly)
+    if guard is not None:
+        skip = guard.check(assembly.statistics.loss, norm)
+    elif not math.isfinite(norm):
         raise NonFiniteError(
-            f"step {step}: the gradient norm is {norm}; nothing was updated. Lower "
-            "optimizer.learning_rate or look at the data of this step."
+            f"step {step}: the gradient norm is {float(norm)}; nothing was updated. Lower "
+            "optimizer.learning_rate, look at the data of this step, or leave such steps out with "
+            "guard.kind=skip."
         )
-    update_biases(assembly)
-    assembly.optimizer.step(lr=rate)
-    return norm
+    update_biases(assembly, skip)
+    factor = clip_factor(norm, config.optimizer.max_grad_norm)
+    assembly.optimizer.step(lr=rate, grad_scale=factor, skip=skip)
+    skips = Skips() if guard is None else guard.report()
+    if isinstance(config.guard, SkipGuard) and skips.in_a_row >= config.guard.patience:
+        raise NonFiniteError(
+            f"step {step}: the last {skips.in_a_row} steps were all left out, this one because: "
+            f"{', '.join(skips.reasons)}; nothing was updated since. Lower optimizer.learning_rate "
+            "or look at the data, and resume."
+        )
+    return Update(float(norm), skips)
 
 
 def heldout_loss(assembly: Assembly, batches: Sequence[Batch]) -> tuple[float, int]:

@@ -1,0 +1,65 @@
+"""Steps that are left out because they would do harm, and when there are too many of them."""
+
+from dataclasses import dataclass
+
+import torch
+from olmo_distopt import StepGuard
+
+from olmo_trainer.config import SkipGuard
+from olmo_trainer.mesh import Mesh
+
+PREFIX = "guard."  # of the names that its tensors have in a checkpoint
+
+
+@dataclass(frozen=True)
+class Skips:
+    """What the guard did; plain values, the same on every rank."""
+
+    reasons: tuple[str, ...] = ()  # why this step was left out; empty = it was not
+    total: int = 0  # steps left out so far, those before a resume included
+    in_a_row: int = 0  # up to this step, in this process
+
+
+class Guard:
+    """A `StepGuard` over the world that also counts on the host.
+
+    Its verdict stays on the device until `report`, so that the optimizer need not wait for it.
+    """
+
+    def __init__(self, config: SkipGuard, mesh: Mesh) -> None:
+        self._guard = StepGuard(
+            window=config.window,
+            least_history=config.least_history,
+            limit=config.limit,
+            group=mesh.world_group,
+        )
+        self._found = torch.zeros(0)
+        self._in_a_row = 0
+
+    def check(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        """Return whether to skip this step, 0-d bool on the device; collective over the world.
+
+        Args:
+            loss: Of the global batch, 0-d.
+            norm: Of its gradient, 0-d.
+        """
+        before = self._counts()
+        skip = self._guard.check(loss, norm)
+        # The counts move to the device of the loss in the first check.
+        self._found = self._counts() - before.to(loss.device)
+        return skip
+
+    def report(self) -> Skips:
+        """Return what the last `check` decided; reads the device."""
+        found = self._found.tolist()
+        names = self._guard.num_by_reason
+        reasons = tuple(name for name, count in zip(names, found, strict=True) if count)
+        self._in_a_row = self._in_a_row + 1 if reasons else 0
+        return Skips(reasons, int(self._guard.num_skipped), self._in_a_row)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the live tensors that a checkpoint holds, by names that begin with `guard.`."""
+        return self._guard.state_dict()
+
+    def _counts(self) -> torch.Tensor:
+        return torch.stack(list(self._guard.num_by_reason.values()))
