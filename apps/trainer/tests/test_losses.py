@@ -9,7 +9,8 @@ from olmo_trainer.mesh import create_mesh
 from olmo_trainer.overrides import apply_overrides
 from olmo_trainer.recipes import nano
 from olmo_trainer.statistics import StepStatistics
-from olmo_trainer.step import accumulate_gradients, update_biases
+from olmo_trainer.step import accumulate_gradients, heldout_loss, update_biases
+from olmo_trainer.verify import split_batch
 
 CPU = torch.device("cpu")
 
@@ -46,6 +47,39 @@ def test_the_auxiliary_gradient_is_linear_in_its_coefficient():
     once, twice = gradients[0.5] - gradients[0.0], gradients[1.0] - gradients[0.0]
     assert once.norm() > 1e-4
     torch.testing.assert_close(twice, 2 * once, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_z_loss_of_the_head_is_a_mean_over_targets(parts):
+    batch = _batch()
+    batch.targets_BS[0, :7] = -100  # what has no target counts nowhere
+    assembly = _assembly(
+        "loss.z_loss=0.5",
+        "model.moe.balance_loss=0",
+        "model.moe.z_loss=0",
+        f"batch.accumulation={parts}",
+    )
+    with torch.no_grad():
+        logits, _ = assembly.stages[0].part(batch.tokens_BS, batch.mask_BS)
+    squares = torch.logsumexp(logits.double(), -1).square()
+    expected = squares[batch.targets_BS >= 0].mean().item()
+    accumulate_gradients(assembly, split_batch(batch, parts), loss_scale=0.0)
+    totals = assembly.statistics.totals()
+    assert totals.head_z_loss == pytest.approx(expected, rel=1e-5)
+    assert totals.auxiliary_loss == pytest.approx(0.5 * expected, rel=1e-5)
+    # d mean(lse^2) / d logits = 2 lse softmax(logits) / targets, and the logits are linear in w.
+    head = assembly.stages[0].part.head.weight
+    hidden = torch.linalg.lstsq(head.double(), logits.double().flatten(0, 1).mT).solution.mT
+    lse = torch.logsumexp(logits.double(), -1).flatten()
+    weights = torch.where((batch.targets_BS >= 0).flatten(), lse, 0) / (batch.targets_BS >= 0).sum()
+    slopes = (weights[:, None] * logits.double().flatten(0, 1).softmax(-1)).mT @ hidden
+    torch.testing.assert_close(head.main_grad.double(), slopes, rtol=1e-3, atol=1e-6)
+
+
+def test_an_evaluation_has_no_z_loss():
+    plain, with_z = _assembly(), _assembly("loss.z_loss=0.5")
+    assert heldout_loss(plain, [_batch()]) == heldout_loss(with_z, [_batch()])
+    assert not with_z.statistics.vector.any()
 
 
 @pytest.mark.parametrize("name", ["balance_loss", "z_loss"])

@@ -27,6 +27,7 @@ from olmo_trainer.config import (
     SkipGuard,
     TrainerConfig,
 )
+from olmo_trainer.growing_executor import GrowingExecutor
 from olmo_trainer.guard import Guard
 from olmo_trainer.mesh import Mesh
 from olmo_trainer.model.attention import Attention
@@ -57,7 +58,7 @@ class Assembly:
     reducer: GradientReducer
     optimizer: Optimizer
     guard: Guard | None
-    executor: PipelineExecutor
+    executor: GrowingExecutor
 
     @property
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -219,14 +220,15 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
     """
     dispatcher = build_dispatcher(config, mesh)
     statistics = StepStatistics(config.model, mesh.device)
-    schedule = build_schedule(config.layout, config.batch.accumulation)
     num_local = config.model.moe.num_experts // mesh.num_expert
     first_expert = mesh.expert * num_local
     parts, stages = stage_layers(config), {}
-    for index in schedule.stages_of(mesh.pipeline):
+    for index in build_schedule(config.layout, 1).stages_of(mesh.pipeline):
         part = build_part(config, parts[index], dispatcher, num_expert_ranks=mesh.num_expert)
         initialize(part, config.seed, first_expert=first_expert)
-        stages[index] = Stage(part.to(mesh.device), config.model.moe, statistics)
+        stages[index] = Stage(
+            part.to(mesh.device), config.model.moe, statistics, head_z_loss=config.loss.z_loss
+        )
     named = [pair for stage in stages.values() for pair in stage.part.named_parameters()]
     groups = ReplicaGroups(
         {"dense": mesh.data_group, "experts": mesh.expert_replica_group},
@@ -247,7 +249,14 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
         reducer=GradientReducer(named, groups),
         optimizer=optimizer,
         guard=Guard(config.guard, mesh) if isinstance(config.guard, SkipGuard) else None,
-        executor=PipelineExecutor(
-            schedule, stages, group=mesh.pipeline_group, device=mesh.device, dtype=dtype
+        executor=GrowingExecutor(
+            lambda count: PipelineExecutor(
+                build_schedule(config.layout, count),
+                stages,
+                group=mesh.pipeline_group,
+                device=mesh.device,
+                dtype=dtype,
+            ),
+            config.batch.accumulation,
         ),
     )

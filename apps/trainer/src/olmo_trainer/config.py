@@ -11,6 +11,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from olmo_trainer.config_batch import BatchConfig as BatchConfig
+from olmo_trainer.config_batch import LinearBatchWarmup as LinearBatchWarmup
+from olmo_trainer.config_batch import NoBatchWarmup as NoBatchWarmup
 from olmo_trainer.config_guard import GuardConfig as GuardConfig
 from olmo_trainer.config_guard import SkipGuard as SkipGuard
 from olmo_trainer.config_guard import StopGuard as StopGuard
@@ -23,6 +25,10 @@ from olmo_trainer.config_optimizer import AdamWConfig as AdamWConfig
 from olmo_trainer.config_optimizer import MuonConfig as MuonConfig
 from olmo_trainer.config_optimizer import OptimizerConfig as OptimizerConfig
 from olmo_trainer.config_precision import PrecisionConfig as PrecisionConfig
+from olmo_trainer.config_schedule import CosineSchedule as CosineSchedule
+from olmo_trainer.config_schedule import LinearSchedule as LinearSchedule
+from olmo_trainer.config_schedule import ScheduleConfig as ScheduleConfig
+from olmo_trainer.config_schedule import WSDSchedule as WSDSchedule
 
 
 class AttentionConfig(Config):
@@ -216,6 +222,14 @@ class DataConfig(Config):
     heldout_fraction: float = Field(default=0.05, gt=0, lt=1)
 
 
+class LossConfig(Config):
+    """What is optimised beside the cross entropy, but for the routers' losses (`model.moe`)."""
+
+    z_loss: float = Field(
+        default=0.0, ge=0, description="coefficient of the head's z-loss, mean of logsumexp^2"
+    )
+
+
 class RunConfig(Config):
     """Where the run writes, and how often it logs, evaluates and saves."""
 
@@ -241,7 +255,9 @@ class TrainerConfig(Config):
     precision: PrecisionConfig = PrecisionConfig()
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
+    loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = AdamWConfig()
+    schedule: ScheduleConfig = CosineSchedule()
     guard: GuardConfig = StopGuard()
     layout: LayoutConfig = LayoutConfig()
     run: RunConfig = RunConfig()
@@ -303,4 +319,5 @@ class TrainerConfig(Config):
                 f"batch.sequences ({self.batch.sequences}) must be a multiple of data ranks * "
                 f"batch.accumulation ({data} * {self.batch.accumulation})"
             )
+        self.batch.check_microbatches()
         return self.model_copy(update={"layout": layout.model_copy(update={"data": data})})

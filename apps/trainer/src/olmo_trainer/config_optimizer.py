@@ -12,11 +12,7 @@ MOST_BF16_BETA = 1 - 2**-8  # above it a BF16 moment can round back to where it 
 class ElementwiseConfig(Config):
     """What every optimizer here has: AdamW for some tensors at least, decay, clipping, the rate."""
 
-    learning_rate: float = Field(default=3e-3, gt=0)
-    final_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="last over peak learning rate"
-    )
-    warmup_steps: int = Field(default=20, ge=0)
+    learning_rate: float = Field(default=3e-3, gt=0, description="its peak")
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     epsilon: float = Field(default=1e-8, gt=0)

@@ -183,7 +183,7 @@ class _Run:
             )
         ]
         accumulate_gradients(assembly, batches, stop=stop.is_set())
-        rate = learning_rate(config.optimizer, step - 1, config.steps)
+        rate = learning_rate(config, step - 1)
         updated = update(assembly, step, rate)
         if updated.skips.reasons:
             progress.say(f"step {step} is left out: {', '.join(updated.skips.reasons)}")
@@ -206,6 +206,7 @@ class _Run:
             honesty=[layer.honesty for layer in layers],
             entropy_deficit=[layer.entropy_deficit for layer in layers],
             dead_experts=[layer.dead_experts for layer in layers],
+            head_z_loss=totals.head_z_loss if config.loss.z_loss else None,
             skipped=int(bool(updated.skips.reasons)),
             num_skipped=updated.skips.total,
         )

@@ -60,6 +60,7 @@ class StepRecord:
         entropy_deficit: How far the load's entropy is below that of a uniform load.
         dead_experts: Experts that got no route.
         heldout_loss: Held-out loss in nats per token, when this step measured it.
+        head_z_loss: z-loss of the head's logits, before its weight; None when it has none.
         skipped: 1 when the guard left this step out, else 0.
         num_skipped: Steps left out so far.
 
@@ -85,6 +86,7 @@ class StepRecord:
     entropy_deficit: list[float] = field(default_factory=list)
     dead_experts: list[int] = field(default_factory=list)
     heldout_loss: float | None = None
+    head_z_loss: float | None = None
     skipped: int = 0
     num_skipped: int = 0
 

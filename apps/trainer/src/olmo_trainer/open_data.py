@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from olmo_trainer.config import (
+    LinearBatchWarmup,
     MixtureSource,
     PlainSourceConfig,
     RepeatsFilter,
@@ -11,7 +12,7 @@ from olmo_trainer.config import (
     TokenFilesSource,
     TrainerConfig,
 )
-from olmo_trainer.data import Ingredient, RepeatFilter, TrainData
+from olmo_trainer.data import BatchWarmup, Ingredient, RepeatFilter, TrainData
 from olmo_trainer.text import (
     MANIFEST,
     TOKENIZER,
@@ -49,6 +50,10 @@ def open_data(config: TrainerConfig) -> TrainData:
     repeats = None
     if isinstance(data.filter, RepeatsFilter):
         repeats = RepeatFilter(data.filter.max_period, data.filter.max_count)
+    warmup = None
+    if isinstance(config.batch.warmup, LinearBatchWarmup):
+        growing = config.batch.warmup
+        warmup = BatchWarmup(growing.start, growing.increment, growing.steps)
     loaded = TrainData.mix(
         ingredients,
         sequence_length=data.sequence_length,
@@ -57,6 +62,7 @@ def open_data(config: TrainerConfig) -> TrainData:
         heldout_fraction=data.heldout_fraction,
         separate_documents=data.attend == "document",
         repeats=repeats,
+        batch_warmup=warmup,
     )
     needed = loaded.vocabulary.size
     if vocab_size < needed:

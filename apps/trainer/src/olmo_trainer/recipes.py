@@ -6,6 +6,7 @@ from olmo_trainer.config import (
     AdamWConfig,
     AttentionConfig,
     BatchConfig,
+    CosineSchedule,
     DataConfig,
     LayoutConfig,
     ModelConfig,
@@ -24,7 +25,8 @@ def toy() -> TrainerConfig:
         steps=450,
         data=DataConfig(sequence_length=128),
         batch=BatchConfig(sequences=16),
-        optimizer=AdamWConfig(learning_rate=6e-3, warmup_steps=30),
+        optimizer=AdamWConfig(learning_rate=6e-3),
+        schedule=CosineSchedule(warmup_steps=30),
         run=RunConfig(log_every=50, heldout_every=150, heldout_sequences=512),
     )
 
@@ -50,7 +52,7 @@ def nano() -> TrainerConfig:
         ),
         data=DataConfig(sequence_length=64),
         batch=BatchConfig(sequences=8),
-        optimizer=AdamWConfig(warmup_steps=2),
+        schedule=CosineSchedule(warmup_steps=2),
         run=RunConfig(log_every=2, heldout_every=5, heldout_sequences=16, sample_bytes=40),
     )
 
@@ -84,7 +86,8 @@ def olmoe_1b_7b() -> TrainerConfig:
         ),
         data=DataConfig(sequence_length=4096),
         batch=BatchConfig(sequences=1024, accumulation=32),
-        optimizer=AdamWConfig(learning_rate=4e-4, warmup_steps=2500),
+        optimizer=AdamWConfig(learning_rate=4e-4),
+        schedule=CosineSchedule(warmup_steps=2500),
         layout=LayoutConfig(expert=8),
         run=RunConfig(save_every=1000, heldout_every=1000),
     )

@@ -20,6 +20,7 @@ from olmo_trainer.config import (
     AdamWConfig,
     AttentionConfig,
     BatchConfig,
+    CosineSchedule,
     DataConfig,
     InterleavedOneFOneB,
     LayoutConfig,
@@ -100,9 +101,8 @@ class Point:
             precision=PrecisionConfig(mxfp8=("experts", "shared") if self.mxfp8 else ()),
             data=DataConfig(sequence_length=POSITIONS),
             batch=BatchConfig(sequences=self.sequences, accumulation=self.accumulation),
-            optimizer=AdamWConfig(
-                learning_rate=RATE * (self.sequences / RATE_BATCH) ** RATE_POWER, warmup_steps=100
-            ),
+            optimizer=AdamWConfig(learning_rate=RATE * (self.sequences / RATE_BATCH) ** RATE_POWER),
+            schedule=CosineSchedule(warmup_steps=100),
             layout=LayoutConfig(
                 expert=self.expert,
                 pipeline=self.pipeline,

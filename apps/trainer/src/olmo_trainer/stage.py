@@ -6,6 +6,10 @@ accumulation or padding changes what a coefficient means.
 
     loss      = sum of cross entropies / loss tokens of the global batch
     auxiliary = sum over routed layers of (c_b L_b + c_z L_z) * real tokens here / in all
+                + c_h * sum of logsumexp(logits)^2 / loss tokens of the global batch
+
+The last term is the head's z-loss (Chowdhery et al., PaLM, arXiv 2204.02311, section 5), a mean
+over the tokens that have a target, as the cross entropy is.
 """
 
 from dataclasses import dataclass
@@ -34,10 +38,18 @@ class Microbatch:
 class Stage(nn.Module):
     """A part of the model with its share of the losses."""
 
-    def __init__(self, part: Transformer, moe: MoEConfig, statistics: StepStatistics) -> None:
+    def __init__(
+        self,
+        part: Transformer,
+        moe: MoEConfig,
+        statistics: StepStatistics,
+        *,
+        head_z_loss: float = 0.0,
+    ) -> None:
         super().__init__()
         self.part = part
         self.moe = moe
+        self.head_z_loss = head_z_loss
         self.statistics = statistics
 
     def forward(
@@ -50,25 +62,36 @@ class Stage(nn.Module):
         batch = microbatch.batch
         x = batch.tokens_BS if hidden is None else hidden
         output, routings = self.part(x, batch.mask_BS, batch.documents_BS)
-        auxiliary = self._auxiliary(routings, microbatch) if torch.is_grad_enabled() else None
+        counts = torch.is_grad_enabled()
+        terms = self._routers(routings, microbatch) if counts else []
         if self.part.is_last:
-            total = F.cross_entropy(
-                output.float().flatten(0, 1), batch.targets_BS.flatten(), reduction="sum"
-            )
+            logits_TV = output.float().flatten(0, 1)
+            targets_T = batch.targets_BS.flatten()
+            total = F.cross_entropy(logits_TV, targets_T, reduction="sum")
             output = total / microbatch.loss_tokens * microbatch.loss_scale
-            if torch.is_grad_enabled():
-                self.statistics.add_loss(output, (batch.targets_BS >= 0).sum())
+            if counts:
+                self.statistics.add_loss(output, (targets_T >= 0).sum())
+            if counts and self.head_z_loss:
+                terms.append(self._head_z(logits_TV, targets_T, microbatch))
+        if not terms:
+            return output, None
+        auxiliary = torch.stack(terms).sum()
+        self.statistics.add_auxiliary(auxiliary)
         return output, auxiliary
 
-    def _auxiliary(
-        self, routings: dict[int, Routing], microbatch: Microbatch
-    ) -> torch.Tensor | None:
-        if not routings:
-            return None
+    def _head_z(
+        self, logits_TV: torch.Tensor, targets_T: torch.Tensor, microbatch: Microbatch
+    ) -> torch.Tensor:
+        squares_T = torch.logsumexp(logits_TV, dim=-1).square()
+        z = torch.where(targets_T >= 0, squares_T, 0.0).sum() / microbatch.loss_tokens
+        self.statistics.add_head_z_loss(z)
+        return self.head_z_loss * z
+
+    def _routers(self, routings: dict[int, Routing], microbatch: Microbatch) -> list[torch.Tensor]:
         mask_BS = microbatch.batch.mask_BS
         mask_T, share = mask_BS.flatten(), mask_BS.sum() / microbatch.real_tokens
         sequences = len(mask_BS) if self.moe.balance_scope == "sequence" else 1
-        terms = []
+        terms: list[torch.Tensor] = []
         for layer, routing in routings.items():
             balance = share * balance_loss(
                 routing.scores_TE, routing.expert_ids_TK, mask_T=mask_T, num_sequences=sequences
@@ -76,6 +99,4 @@ class Stage(nn.Module):
             z = share * router_z_loss(routing.logits_TE, mask_T=mask_T)
             self.statistics.add_routing(layer, routing, mask_T, balance, z)
             terms.append(self.moe.balance_loss * balance + self.moe.z_loss * z)
-        auxiliary = torch.stack(terms).sum()
-        self.statistics.add_auxiliary(auxiliary)
-        return auxiliary
+        return terms

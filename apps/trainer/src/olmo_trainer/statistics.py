@@ -33,6 +33,7 @@ class StepTotals:
     auxiliary_loss: float
     tokens: int
     stop: bool
+    head_z_loss: float
 
 
 class StepStatistics:
@@ -42,9 +43,10 @@ class StepStatistics:
         self.moe_layers = model.moe_layers
         self.num_experts = model.moe.num_experts
         layers, E = len(self.moe_layers), self.num_experts
-        self._vector = torch.zeros(4 + layers * (2 * E + 2), dtype=torch.float64, device=device)
-        self._totals = self._vector[:4]  # cross entropy, auxiliary loss, targets, stop requests
-        rows = self._vector[4:].view(layers, 2 * E + 2)
+        self._vector = torch.zeros(5 + layers * (2 * E + 2), dtype=torch.float64, device=device)
+        # Cross entropy, auxiliary loss, targets, stop requests, the head's z-loss.
+        self._totals = self._vector[:5]
+        rows = self._vector[5:].view(layers, 2 * E + 2)
         self._counts_LE = rows[:, :E]
         self._mass_LE = rows[:, E : 2 * E]
         self._losses_L2 = rows[:, 2 * E :]  # balance loss and z-loss
@@ -57,6 +59,10 @@ class StepStatistics:
         """Add a microbatch's share of the mean cross entropy, and its number of targets."""
         self._totals[0] += loss.detach()
         self._totals[2] += num_targets
+
+    def add_head_z_loss(self, loss: torch.Tensor) -> None:
+        """Add a microbatch's share of the head's mean z-loss, before its coefficient."""
+        self._totals[4] += loss.detach()
 
     def add_auxiliary(self, loss: torch.Tensor) -> None:
         """Add a microbatch's share of the weighted auxiliary losses."""
@@ -101,8 +107,8 @@ class StepStatistics:
 
         Reads the device, as `layers` does; call after the reduction over the world.
         """
-        loss, auxiliary, tokens, stops = self._totals.tolist()
-        return StepTotals(loss, auxiliary, round(tokens), stops > 0)
+        loss, auxiliary, tokens, stops, head_z_loss = self._totals.tolist()
+        return StepTotals(loss, auxiliary, round(tokens), stops > 0, head_z_loss)
 
     def layers(self) -> list[LayerBalance]:
         """Return how each routed layer used its experts."""

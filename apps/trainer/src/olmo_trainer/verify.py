@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from olmo_trainer.build import Assembly, assemble, is_expert
 from olmo_trainer.config import (
+    BatchConfig,
     LayoutConfig,
     MoEConfig,
     OneFOneB,
@@ -114,7 +115,9 @@ def verify(
     alone = [Case((1, 1, 1), 1, name) for name in SCENARIOS]
     measured = run_local_ranks(measure_cases, 1, config, alone, scenarios)[0]
     references = dict[str, Measured](zip(SCENARIOS, measured, strict=True))
-    expects_auxiliary = config.model.moe_layers and has_auxiliary_gradient(config.model.moe)
+    expects_auxiliary = config.loss.z_loss > 0 or (
+        config.model.moe_layers and has_auxiliary_gradient(config.model.moe)
+    )
     for each in measured:
         if expects_auxiliary and not _flat(each.auxiliary_gradients).norm() > NOISE * each.norm:
             raise RuntimeError("the auxiliary losses reach no parameter in the one-process run")
@@ -130,7 +133,7 @@ def verify(
 
 
 def has_auxiliary_gradient(moe: MoEConfig) -> bool:
-    """Whether the auxiliary losses have a gradient at all.
+    """Whether the auxiliary losses of the routers have a gradient at all.
 
     With every expert selected the load is uniform, and the balance loss constant.
     """
@@ -157,7 +160,7 @@ def check_config(config: TrainerConfig) -> TrainerConfig:
             "model": config.model.model_copy(update={"moe": moe}),
             "precision": PrecisionConfig(parameters="fp32", mxfp8=config.precision.mxfp8),
             "data": config.data.model_copy(update={"sequence_length": length}),
-            "batch": config.batch.model_copy(update={"sequences": SEQUENCES, "accumulation": 1}),
+            "batch": BatchConfig(sequences=SEQUENCES, accumulation=1),
         }
     )
 

@@ -6,6 +6,7 @@ Nothing here keeps a position or talks to another process. Ask for step 7 and yo
 step 7: after a resume, on another number of ranks, or with another accumulation.
 """
 
+from olmo_trainer.data.batch_warmup import BatchWarmup as BatchWarmup
 from olmo_trainer.data.batches import IGNORE_INDEX as IGNORE_INDEX
 from olmo_trainer.data.batches import Batch as Batch
 from olmo_trainer.data.joined import JoinedDataset as JoinedDataset
@@ -29,6 +30,7 @@ from olmo_trainer.text import Tokenizer as Tokenizer
 __all__ = [
     "IGNORE_INDEX",
     "Batch",
+    "BatchWarmup",
     "ByteTokenizer",
     "Corpus",
     "Document",

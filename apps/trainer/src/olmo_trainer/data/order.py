@@ -14,6 +14,8 @@ remainders, at least 1), and draw k of those is put at the (k + u) / q_i of the 
 [0, 1) of (seed, block). So any run of L positions holds L q_i / M from source i of k, to within
 2 + 2 k q_i / M, and how far a list has been read is whole blocks and a count in the last one.
 
+Where the batch grows at first (`batch_warmup`), a step begins where the one before it ended.
+
 Nothing here knows of ranks, microbatches or workers. That makes a resume (`step` is all it needs)
 and a change of layout safe by construction.
 """
@@ -27,6 +29,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from olmo_trainer.data.batch_warmup import BatchWarmup
 from olmo_trainer.data.seeded import permuted_range, seeded_hash
 
 BLOCK = 2**16
@@ -88,18 +91,28 @@ class TrainOrder:
         batch_sequences: B, the sequences of a step over all ranks; it may exceed what there is,
             and a step then sees a sequence more than once.
         seed: The seed of the run.
+        warmup: How the batch grows to B in the first steps; `None` = it is B from the first.
 
     Raises:
-        ValueError: A number is below 1, or names or sources are missing.
+        ValueError: A number is below 1, names or sources are missing, or the warm-up does not
+            reach B.
     """
 
     shares: Sequence[Share]
     batch_sequences: int
     seed: int
+    warmup: BatchWarmup | None = None
 
     def __post_init__(self) -> None:
         if self.batch_sequences < 1:
             raise ValueError(f"`batch_sequences` must be at least 1, got {self.batch_sequences}.")
+        if self.warmup is not None:
+            missing = self.batch_sequences - self.warmup.start
+            if missing < 1 or missing % self.warmup.increment:
+                raise ValueError(
+                    f"`warmup` must reach `batch_sequences`={self.batch_sequences} by whole "
+                    f"increments, got {self.warmup}."
+                )
         if not 1 <= len(self.shares) <= BLOCK:
             raise ValueError(f"there must be 1 to {BLOCK} sources, got {len(self.shares)}.")
         if len({share.name for share in self.shares}) < len(self.shares):
@@ -110,8 +123,24 @@ class TrainOrder:
         """Each source's places in a block of 65536 positions."""
         return apportion([share.weight for share in self.shares], BLOCK)
 
+    def size(self, step: int) -> int:
+        """Return the number of sequences of `step`: B, or less while the batch grows."""
+        return (
+            self.batch_sequences
+            if self.warmup is None
+            else self.warmup.size(step, self.batch_sequences)
+        )
+
+    def position(self, step: int) -> int:
+        """Return how many sequences all steps before `step` drew."""
+        return (
+            step * self.batch_sequences
+            if self.warmup is None
+            else self.warmup.position(step, self.batch_sequences)
+        )
+
     def sequences(self, step: int) -> NDArray[np.int64]:
-        """Return the sequences of the global batch of `step`, int64 (B,) in [0, sum of n).
+        """Return the sequences of the global batch of `step`, int64 (size,) in [0, sum of n).
 
         The sequences of the second source are numbered after those of the first, and so on.
 
@@ -120,7 +149,7 @@ class TrainOrder:
         """
         if step < 0:
             raise ValueError(f"`step` must be at least 0, got {step}; the first step is 0.")
-        start, stop = step * self.batch_sequences, (step + 1) * self.batch_sequences
+        start, stop = self.position(step), self.position(step + 1)
         sources = self._sources(start, stop)
         drawn = np.empty(len(sources), np.int64)
         offsets = accumulate((share.num_sequences for share in self.shares), initial=0)
@@ -142,7 +171,7 @@ class TrainOrder:
 
     def passes(self, num_steps: int) -> dict[str, float]:
         """Return how often each source has been read after `num_steps` steps, by name."""
-        draws = self.draws(num_steps * self.batch_sequences)
+        draws = self.draws(self.position(num_steps))
         return {
             share.name: count / share.num_sequences
             for share, count in zip(self.shares, draws, strict=True)
@@ -166,7 +195,7 @@ class TrainOrder:
         return low
 
     def _within(self, num_steps: int, limits: Sequence[int | None]) -> bool:
-        draws = self.draws(num_steps * self.batch_sequences)
+        draws = self.draws(self.position(num_steps))
         return all(
             limit is None or count <= limit for count, limit in zip(draws, limits, strict=True)
         )

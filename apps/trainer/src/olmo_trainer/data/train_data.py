@@ -18,6 +18,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from olmo_trainer.data.batch_warmup import BatchWarmup
 from olmo_trainer.data.batches import Batch
 from olmo_trainer.data.joined import JoinedDataset
 from olmo_trainer.data.order import Share, TrainOrder
@@ -128,8 +129,12 @@ class TrainData:
         tokenizer: Tokenizer = _BYTES,
         separate_documents: bool = False,
         repeats: RepeatFilter | None = None,
+        batch_warmup: BatchWarmup | None = None,
     ) -> "TrainData":
         """Mix sources, each named and with a held-out part of its own; else as `load`.
+
+        `batch_warmup` says how the batch grows in the first steps; `None` = it is whole from the
+        first.
 
         Raises:
             ValueError: As `load`; or there is no source, or their vocabularies differ.
@@ -145,7 +150,8 @@ class TrainData:
             Share(part.num_sequences, part.name, each.weight, each.max_passes)
             for part, each in zip(parts, ingredients.values(), strict=True)
         ]
-        return cls(parts, TrainOrder(shares, batch_sequences, seed), separate_documents, repeats)
+        order = TrainOrder(shares, batch_sequences, seed, batch_warmup)
+        return cls(parts, order, separate_documents, repeats)
 
     @cached_property
     def train(self) -> JoinedDataset:
@@ -207,10 +213,10 @@ class TrainData:
             step: 0 = the first.
             num_replicas: R, how many share the global batch.
             replica: Which of them, in [0, R).
-            accumulation: A, microbatches of a replica a step, at least 1.
+            accumulation: A, microbatches of a replica in a step of the whole batch, at least 1.
 
         Returns:
-            A batches of `batch_sequences / (R * A)` sequences each.
+            A batches of `batch_sequences / (R * A)` sequences each; fewer while the batch grows.
 
         Raises:
             ValueError: A number is out of range, or the global batch does not divide.
@@ -224,7 +230,13 @@ class TrainData:
                 f"`num_replicas` * `accumulation` = {num_replicas} * {accumulation}; change one of "
                 "the three."
             )
-        sequences_RAB = self.order.sequences(step).reshape(num_replicas, accumulation, -1)
+        each = self.order.batch_sequences // (num_replicas * accumulation)
+        if self.order.size(step) % (num_replicas * each):
+            raise ValueError(
+                f"the batch of step {step} ({self.order.size(step)} sequences) must be whole "
+                f"microbatches of `num_replicas` * {each}; raise `accumulation`."
+            )
+        sequences_RAB = self.order.sequences(step).reshape(num_replicas, -1, each)
         return [self._gather(sequences_B) for sequences_B in sequences_RAB[replica]]
 
     def heldout_batches(
@@ -282,15 +294,16 @@ class TrainData:
     def fingerprint(self) -> str:
         """32 hex digits that change with anything that decides the tokens of a step.
 
-        That is: the text, the vocabulary, the split, the sequence length, the batch size, the
-        mixture, the filter, the documents' separation and the seed. Not how many passes are
-        allowed, which only ends a run. A resume compares it, and refuses data in which its step
-        number means another place.
+        That is: the text, the vocabulary, the split, the sequence length, the batch size and its
+        warm-up, the mixture, the filter, the documents' separation and the seed. Not how many
+        passes are allowed, which only ends a run. A resume compares it, and refuses data in which
+        its step number means another place.
         """
         digest = hashlib.blake2b(digest_size=16)
         order = self.order
         parts = [self.vocabulary, order.batch_sequences, order.seed, order.quotas]
         parts += [self.separate_documents, self.repeats]
+        parts += [order.warmup] if order.warmup is not None else []
         parts += [(part.name, part.num_sequences) for part in self.parts]
         for side in (self.train, self.heldout):
             parts.append(side.digests())
