@@ -15,15 +15,12 @@ from olmo_distopt import (
 from olmo_ep_comm import Dispatcher, create_dispatcher
 from olmo_experts_gemm import Experts
 from olmo_mxfp8 import MXLinear, mx_grouped_mm
-from olmo_pipeline import PipelineExecutor, Schedule, interleaved_one_f_one_b, one_f_one_b
+from olmo_pipeline import PipelineExecutor
 from olmo_routing import Router, SelectionBias
 from torch import nn
 
 from olmo_trainer.config import (
-    InterleavedOneFOneB,
-    LayoutConfig,
     MuonConfig,
-    OneFOneB,
     SkipGuard,
     TrainerConfig,
 )
@@ -36,6 +33,7 @@ from olmo_trainer.model.feed_forward import FeedForward
 from olmo_trainer.model.initialize import initialize
 from olmo_trainer.model.moe import MoE
 from olmo_trainer.model.transformer import Transformer
+from olmo_trainer.pipeline_schedule import SPLIT_RULES, build_schedule
 from olmo_trainer.sizes import stage_layers
 from olmo_trainer.stage import Stage
 from olmo_trainer.statistics import StepStatistics
@@ -81,15 +79,6 @@ def precision_of(config: TrainerConfig, device: torch.device) -> torch.dtype:
     if word == "auto":
         word = "bf16" if device.type == "cuda" else "fp32"
     return DTYPES[word]
-
-
-def build_schedule(layout: LayoutConfig, num_microbatches: int) -> Schedule:
-    """Return the pipeline schedule that `layout` names."""
-    match layout.schedule:
-        case OneFOneB():
-            return one_f_one_b(layout.pipeline, num_microbatches)
-        case InterleavedOneFOneB(chunks=chunks):
-            return interleaved_one_f_one_b(layout.pipeline, num_microbatches, chunks)
 
 
 def build_part(
@@ -256,6 +245,7 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
                 group=mesh.pipeline_group,
                 device=mesh.device,
                 dtype=dtype,
+                split_rules=SPLIT_RULES,
             ),
             config.batch.accumulation,
         ),

@@ -16,9 +16,14 @@ from olmo_trainer.config_batch import NoBatchWarmup as NoBatchWarmup
 from olmo_trainer.config_guard import GuardConfig as GuardConfig
 from olmo_trainer.config_guard import SkipGuard as SkipGuard
 from olmo_trainer.config_guard import StopGuard as StopGuard
+from olmo_trainer.config_layout import DualPipeV as DualPipeV
+from olmo_trainer.config_layout import GPipe as GPipe
 from olmo_trainer.config_layout import InterleavedOneFOneB as InterleavedOneFOneB
 from olmo_trainer.config_layout import LayoutConfig as LayoutConfig
 from olmo_trainer.config_layout import OneFOneB as OneFOneB
+from olmo_trainer.config_layout import VShape as VShape
+from olmo_trainer.config_layout import ZeroBubbleH1 as ZeroBubbleH1
+from olmo_trainer.config_layout import ZeroBubbleV as ZeroBubbleV
 from olmo_trainer.config_node import Config as Config
 from olmo_trainer.config_node import SplitWords
 from olmo_trainer.config_optimizer import AdamWConfig as AdamWConfig
@@ -273,7 +278,7 @@ class TrainerConfig(Config):
         if model.num_layers < layout.num_stages:
             raise ValueError(
                 f"model.num_layers ({model.num_layers}) must be at least the number of pipeline "
-                f"stages, layout.pipeline * chunks ({layout.num_stages})"
+                f"stages, layout.pipeline * stages a rank ({layout.num_stages})"
             )
         if self.precision.mxfp8:
             self._mxfp8_fits()

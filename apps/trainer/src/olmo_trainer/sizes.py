@@ -135,16 +135,17 @@ def bytes_per_rank(config: TrainerConfig, *, weights: str) -> float:
     ranks = [
         sum(layers[index] for part in parts for index in part) for parts in layers_of_ranks(config)
     ]
-    ranks[0] += counts.embedding * of_rest
-    ranks[-1] += counts.head * of_rest
+    ranks[layout.rank_of_stage(0)] += counts.embedding * of_rest
+    ranks[layout.rank_of_stage(layout.num_stages - 1)] += counts.head * of_rest
     return max(ranks)
 
 
 def layers_of_ranks(config: TrainerConfig) -> list[list[range]]:
     """Return, for each pipeline rank, the layer ranges of its virtual stages."""
-    parts = stage_layers(config)
-    pipeline = config.layout.pipeline
-    return [list(parts[rank::pipeline]) for rank in range(pipeline)]
+    ranks: list[list[range]] = [[] for _ in range(config.layout.pipeline)]
+    for stage, layers in enumerate(stage_layers(config)):
+        ranks[config.layout.rank_of_stage(stage)].append(layers)
+    return ranks
 
 
 def stage_layers(config: TrainerConfig) -> tuple[range, ...]:

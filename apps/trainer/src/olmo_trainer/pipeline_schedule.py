@@ -1,0 +1,69 @@
+"""The pipeline schedule that a layout names, and how the products of experts split their backward.
+
+A schedule that splits the backward leaves the weight gradients of linear operations for later. The
+executor knows torch's own; the grouped product of the experts is told here.
+"""
+
+import olmo_experts_gemm  # noqa: F401 - registers the operators named below
+import torch
+from olmo_pipeline import (
+    Schedule,
+    SplitRule,
+    dual_pipe_v,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    v_shape,
+    zero_bubble,
+)
+from torch import Tensor
+
+from olmo_trainer.config import (
+    DualPipeV,
+    GPipe,
+    InterleavedOneFOneB,
+    LayoutConfig,
+    OneFOneB,
+    VShape,
+    ZeroBubbleH1,
+    ZeroBubbleV,
+)
+
+_GROUPED_MM = torch.ops.olmo_experts_gemm.grouped_mm.default
+_GROUPED_OUTER = torch.ops.olmo_experts_gemm.grouped_outer.default
+
+
+def build_schedule(layout: LayoutConfig, num_microbatches: int) -> Schedule:
+    """Return the pipeline schedule that `layout` names."""
+    ranks = layout.pipeline
+    match layout.schedule:
+        case GPipe():
+            return gpipe(ranks, num_microbatches)
+        case OneFOneB():
+            return one_f_one_b(ranks, num_microbatches)
+        case InterleavedOneFOneB(chunks=chunks):
+            return interleaved_one_f_one_b(ranks, num_microbatches, chunks)
+        case VShape():
+            return v_shape(ranks, num_microbatches)
+        case ZeroBubbleH1():
+            return zero_bubble(ranks, num_microbatches, "h1")
+        case ZeroBubbleV():
+            return zero_bubble(ranks, num_microbatches, "v")
+        case DualPipeV():
+            return dual_pipe_v(ranks, num_microbatches)
+
+
+def _input_gradient(
+    gradient_RF: Tensor, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor, impl: str
+) -> Tensor:
+    return _GROUPED_MM(gradient_RF, w_EFD.mT, offsets_E, impl)
+
+
+def _weight_gradients(
+    gradient_RF: Tensor, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor, impl: str
+) -> tuple[Tensor | None, ...]:
+    return (_GROUPED_OUTER(gradient_RF, x_RD, offsets_E, impl),)
+
+
+SPLIT_RULES = {_GROUPED_MM: SplitRule(_input_gradient, _weight_gradients)}
+"""`dx = dy @ w[e]` at once, `dw[e] = dy_e.T @ x_e` at any later time."""
