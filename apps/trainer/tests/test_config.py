@@ -91,7 +91,7 @@ def test_a_switched_strategy_starts_from_its_own_defaults():
         (["layout.data=3"], 4, r"layout.data \(3\) \* layout.pipeline \(1\) must be .* \(4\)"),
         (["layout.expert=4"], 2, r"layout.expert \(4\) must divide the data ranks.* \(2\)"),
         (["batch.sequences=8"], 3, r"batch.sequences \(8\) must be a multiple of .* \(3 \* 1\)"),
-        (["layout.dispatcher=all_to_all"], 1, "'all_to_all' needs more than one process"),
+        (["layout.dispatcher.kind=all_to_all"], 1, "'all_to_all' needs more than one process"),
         (["batch.accumulation=3"], 1, r"batch.sequences \(8\) .* \(1 \* 3\)"),
     ],
 )

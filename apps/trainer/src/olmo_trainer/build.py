@@ -12,7 +12,7 @@ from olmo_distopt import (
     ShardedAdamW,
     ShardedMuon,
 )
-from olmo_ep_comm import Dispatcher, create_dispatcher
+from olmo_ep_comm import Dispatcher
 from olmo_experts_gemm import Experts
 from olmo_mxfp8 import MXLinear, mx_grouped_mm
 from olmo_pipeline import PipelineExecutor
@@ -24,6 +24,7 @@ from olmo_trainer.config import (
     SkipGuard,
     TrainerConfig,
 )
+from olmo_trainer.dispatcher import build_dispatcher, live_dispatches
 from olmo_trainer.growing_executor import GrowingExecutor
 from olmo_trainer.guard import Guard
 from olmo_trainer.mesh import Mesh
@@ -33,7 +34,7 @@ from olmo_trainer.model.feed_forward import FeedForward
 from olmo_trainer.model.initialize import initialize
 from olmo_trainer.model.moe import MoE
 from olmo_trainer.model.transformer import Transformer
-from olmo_trainer.pipeline_schedule import SPLIT_RULES, build_schedule
+from olmo_trainer.pipeline_schedule import build_schedule, split_rules
 from olmo_trainer.sizes import stage_layers
 from olmo_trainer.stage import Stage
 from olmo_trainer.statistics import StepStatistics
@@ -57,6 +58,7 @@ class Assembly:
     optimizer: Optimizer
     guard: Guard | None
     executor: GrowingExecutor
+    dispatcher: Dispatcher
 
     @property
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -71,6 +73,12 @@ class Assembly:
             for stage in self.stages.values()
             for layer, bias in stage.part.selection_biases.items()
         }
+
+    def close(self) -> None:
+        """End what holds on to other ranks; collective, before the process group ends."""
+        close = getattr(self.dispatcher, "close", None)  # of DeepEP alone
+        if close is not None:
+            close()
 
 
 def precision_of(config: TrainerConfig, device: torch.device) -> torch.dtype:
@@ -140,18 +148,6 @@ def build_part(
     return Transformer(model, layers, block)
 
 
-def build_dispatcher(config: TrainerConfig, mesh: Mesh) -> Dispatcher:
-    """Return the dispatcher that the layout names."""
-    word = config.layout.dispatcher
-    if word == "auto":
-        word = "local" if mesh.num_expert == 1 else "all_to_all"
-    if word == "local":
-        return create_dispatcher("local", num_experts=config.model.moe.num_experts)
-    return create_dispatcher(
-        word, num_experts=config.model.moe.num_experts, group=mesh.expert_group
-    )
-
-
 def is_expert(name: str) -> bool:
     """Whether a parameter belongs to the routed experts, which expert ranks share out."""
     return ".experts." in name
@@ -207,12 +203,19 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
 
     `config` must have passed `for_world`.
     """
-    dispatcher = build_dispatcher(config, mesh)
+    dtype = precision_of(config, mesh.device)
+    schedule = build_schedule(config.layout, config.batch.accumulation)
+    dispatcher = build_dispatcher(
+        config,
+        mesh,
+        dtype=dtype,
+        live_forwards=live_dispatches(config, schedule, mesh.pipeline),
+    )
     statistics = StepStatistics(config.model, mesh.device)
     num_local = config.model.moe.num_experts // mesh.num_expert
     first_expert = mesh.expert * num_local
     parts, stages = stage_layers(config), {}
-    for index in build_schedule(config.layout, 1).stages_of(mesh.pipeline):
+    for index in schedule.stages_of(mesh.pipeline):
         part = build_part(config, parts[index], dispatcher, num_expert_ranks=mesh.num_expert)
         initialize(part, config.seed, first_expert=first_expert)
         stages[index] = Stage(
@@ -225,7 +228,6 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
     )
     optimizer = build_optimizer(config, named, groups, first_expert=first_expert)
     # After the optimizer took its FP32 main weights, so that they keep every bit of the start.
-    dtype = precision_of(config, mesh.device)
     for stage in stages.values():
         stage.to(dtype)
     return Assembly(
@@ -245,8 +247,9 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
                 group=mesh.pipeline_group,
                 device=mesh.device,
                 dtype=dtype,
-                split_rules=SPLIT_RULES,
+                split_rules=split_rules(config),
             ),
             config.batch.accumulation,
         ),
+        dispatcher=dispatcher,
     )

@@ -13,6 +13,11 @@ from pydantic import Field, model_validator
 from olmo_trainer.config_batch import BatchConfig as BatchConfig
 from olmo_trainer.config_batch import LinearBatchWarmup as LinearBatchWarmup
 from olmo_trainer.config_batch import NoBatchWarmup as NoBatchWarmup
+from olmo_trainer.config_dispatcher import AllToAllDispatcher as AllToAllDispatcher
+from olmo_trainer.config_dispatcher import AutoDispatcher as AutoDispatcher
+from olmo_trainer.config_dispatcher import DeepEPDispatcher as DeepEPDispatcher
+from olmo_trainer.config_dispatcher import LocalDispatcher as LocalDispatcher
+from olmo_trainer.config_dispatcher import RowwiseDispatcher as RowwiseDispatcher
 from olmo_trainer.config_guard import GuardConfig as GuardConfig
 from olmo_trainer.config_guard import SkipGuard as SkipGuard
 from olmo_trainer.config_guard import StopGuard as StopGuard
@@ -282,7 +287,21 @@ class TrainerConfig(Config):
             )
         if self.precision.mxfp8:
             self._mxfp8_fits()
+        if layout.dispatcher.kind == "deepep":
+            self._deepep_fits()
         return self
+
+    def _deepep_fits(self) -> None:
+        if self.model.d_model % 256 or self.model.moe.top_k > 32:
+            raise ValueError(
+                f"layout.dispatcher 'deepep' needs model.d_model ({self.model.d_model}) a multiple "
+                f"of 256 and model.moe.top_k ({self.model.moe.top_k}) at most 32; use 'all_to_all'"
+            )
+        if self.precision.parameters == "fp32" or self.device == "cpu":
+            raise ValueError(
+                "layout.dispatcher 'deepep' moves BF16 between GPUs, got precision.parameters = "
+                f"{self.precision.parameters!r} and device = {self.device!r}; use 'all_to_all'"
+            )
 
     def _mxfp8_fits(self) -> None:
         widths = {"model.d_model": self.model.d_model}
@@ -303,7 +322,7 @@ class TrainerConfig(Config):
                 f"({world}); "
                 "start as many with torchrun --nproc-per-node, or --set layout.pipeline=1"
             )
-        if world == 1 and layout.dispatcher == "all_to_all":
+        if world == 1 and layout.dispatcher.kind == "all_to_all":
             raise ValueError(
                 "layout.dispatcher = 'all_to_all' needs more than one process; use 'auto'"
             )

@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from olmo_trainer.config_dispatcher import AutoDispatcher, DispatcherConfig
 from olmo_trainer.config_node import Config
 
 
@@ -84,16 +85,19 @@ class LayoutConfig(Config):
     expert: int = Field(default=1, ge=1, description="ranks that share the experts, within `data`")
     pipeline: int = Field(default=1, ge=1)
     schedule: PipelineScheduleConfig = OneFOneB()
-    dispatcher: Literal["auto", "local", "all_to_all"] = Field(
-        default="auto", description="auto = local for one expert rank, all_to_all for more"
-    )
+    dispatcher: DispatcherConfig = AutoDispatcher()
 
     @model_validator(mode="after")
     def _words_agree(self) -> Self:
-        if self.dispatcher == "local" and self.expert > 1:
+        kind = self.dispatcher.kind
+        if kind == "local" and self.expert > 1:
             raise ValueError(
                 f"dispatcher 'local' needs expert = 1, got expert = {self.expert}; "
                 "use 'auto' or 'all_to_all'"
+            )
+        if kind in ("rowwise", "deepep") and self.expert == 1:
+            raise ValueError(
+                f"dispatcher {kind!r} needs expert >= 2, got expert = 1; use 'auto' or 'local'"
             )
         if self.pipeline == 1 and self.schedule.stages_per_rank > 1:
             raise ValueError(

@@ -26,6 +26,7 @@ from olmo_trainer.checkpoint_manifest import (
 )
 from olmo_trainer.config import TrainerConfig
 from olmo_trainer.data import TrainData
+from olmo_trainer.dispatcher import check_installed
 from olmo_trainer.launch import launched, pick_device
 from olmo_trainer.learning_rate import learning_rate
 from olmo_trainer.mesh import Mesh
@@ -72,6 +73,7 @@ def train(config: TrainerConfig, *, resume: Manifest | None, console: Console) -
         NonFiniteError: A gradient or the held-out loss is not finite. The last checkpoint stands.
     """
     device = pick_device(config)
+    check_installed(config)
     data = open_data(config)
     config = end_with_data(config, data)
     if resume is not None:
@@ -87,7 +89,10 @@ def train(config: TrainerConfig, *, resume: Manifest | None, console: Console) -
             folder = Path(mesh.broadcast_text(claimed))
         if mesh.is_main:
             discard_leftovers(folder)
-        return _Run(config, mesh, data, folder, console).train(resume)
+        run = _Run(config, mesh, data, folder, console)
+        outcome = run.train(resume)
+        run.assembly.close()
+        return outcome
 
 
 class _Run:

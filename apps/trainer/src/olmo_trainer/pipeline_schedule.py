@@ -4,6 +4,9 @@ A schedule that splits the backward leaves the weight gradients of linear operat
 executor knows torch's own; the grouped product of the experts is told here.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import olmo_experts_gemm  # noqa: F401 - registers the operators named below
 import torch
 from olmo_pipeline import (
@@ -24,6 +27,8 @@ from olmo_trainer.config import (
     InterleavedOneFOneB,
     LayoutConfig,
     OneFOneB,
+    RowwiseDispatcher,
+    TrainerConfig,
     VShape,
     ZeroBubbleH1,
     ZeroBubbleV,
@@ -67,3 +72,12 @@ def _weight_gradients(
 
 SPLIT_RULES = {_GROUPED_MM: SplitRule(_input_gradient, _weight_gradients)}
 """`dx = dy @ w[e]` at once, `dw[e] = dy_e.T @ x_e` at any later time."""
+
+
+def split_rules(config: TrainerConfig) -> dict[Callable[..., Any], SplitRule]:
+    """Return how backwards split besides those of torch's own linear operations.
+
+    With the rowwise dispatcher the experts' are not split: their rows lie in a receive buffer,
+    which is written again once the input gradient is done.
+    """
+    return {} if isinstance(config.layout.dispatcher, RowwiseDispatcher) else dict(SPLIT_RULES)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from olmo_trainer.build import Assembly, assemble, is_expert
 from olmo_trainer.config import (
+    AutoDispatcher,
     BatchConfig,
     LayoutConfig,
     MoEConfig,
@@ -170,8 +171,9 @@ def case_config(config: TrainerConfig, case: Case) -> TrainerConfig:
     data, expert, pipeline = case.layout
     schedule = config.layout.schedule if pipeline > 1 else OneFOneB()
     tree = config.model_dump(mode="json")
+    dispatcher = config.layout.dispatcher if expert > 1 else AutoDispatcher()
     tree["layout"] = LayoutConfig(
-        data=data, expert=expert, pipeline=pipeline, schedule=schedule
+        data=data, expert=expert, pipeline=pipeline, schedule=schedule, dispatcher=dispatcher
     ).model_dump(mode="json")
     tree["batch"]["accumulation"] = case.accumulation
     return parse_config(tree).for_world(case.world)

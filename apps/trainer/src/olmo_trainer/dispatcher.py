@@ -1,0 +1,81 @@
+"""The dispatcher that a layout names, with buffers for what one microbatch can bring."""
+
+from importlib.util import find_spec
+
+import torch
+from olmo_ep_comm import Dispatcher, create_dispatcher
+from olmo_pipeline import Schedule
+
+from olmo_trainer.config import AutoDispatcher, DeepEPDispatcher, RowwiseDispatcher, TrainerConfig
+from olmo_trainer.mesh import Mesh
+from olmo_trainer.sizes import stage_layers
+
+
+def check_installed(config: TrainerConfig) -> None:
+    """Raise `ValueError` when the dispatcher's library is not here; before any process group."""
+    if isinstance(config.layout.dispatcher, DeepEPDispatcher) and find_spec("deep_ep") is None:
+        raise ValueError(
+            "layout.dispatcher.kind = 'deepep' needs DeepEP v2 and there is no module deep_ep; "
+            "install https://github.com/deepseek-ai/DeepEP, or use 'all_to_all' or 'rowwise'"
+        )
+
+
+def live_dispatches(config: TrainerConfig, schedule: Schedule, rank: int) -> int:
+    """Return the most dispatches of a pipeline rank whose backward is still to come, at least 1."""
+    layers, moe = stage_layers(config), config.model.moe_layers
+    return max(
+        1,
+        sum(
+            schedule.max_live_per_stage[stage] * sum(layer in moe for layer in layers[stage])
+            for stage in schedule.stages_of(rank)
+        ),
+    )
+
+
+def build_dispatcher(
+    config: TrainerConfig, mesh: Mesh, *, dtype: torch.dtype, live_forwards: int
+) -> Dispatcher:
+    """Return the dispatcher that the layout names. Collective over the expert group.
+
+    Args:
+        config: The run.
+        mesh: Who shares the experts.
+        dtype: Of tokens and rows.
+        live_forwards: Dispatches whose backward may still be to come: see `live_dispatches`.
+
+    Raises:
+        ValueError: The library that the dispatcher needs is not here, or refuses to work.
+    """
+    chosen, moe = config.layout.dispatcher, config.model.moe
+    kind = chosen.kind
+    if isinstance(chosen, AutoDispatcher):
+        kind = "local" if mesh.num_expert == 1 else "all_to_all"
+    if kind == "local":
+        return create_dispatcher("local", num_experts=moe.num_experts)
+    batch = config.batch
+    sequences = batch.sequences // (mesh.num_data * batch.accumulation)
+    sizes = {
+        "max_tokens": sequences * config.data.sequence_length,
+        "width": config.model.d_model,
+        "top_k": moe.top_k,
+    }
+    options: dict[str, object] = {}
+    if isinstance(chosen, RowwiseDispatcher):
+        options = {
+            **sizes,
+            "dtype": dtype,
+            "live_forwards": live_forwards,
+            "timeout_s": chosen.timeout_s,
+        }
+    elif isinstance(chosen, DeepEPDispatcher):
+        options = {
+            **sizes,
+            "cpu_timeout_s": chosen.cpu_timeout_s,
+            "gpu_timeout_s": chosen.gpu_timeout_s,
+        }
+    try:
+        return create_dispatcher(
+            kind, num_experts=moe.num_experts, group=mesh.expert_group, **options
+        )
+    except RuntimeError as error:
+        raise ValueError(f"layout.dispatcher.kind = {kind!r}: {error}") from error

@@ -1,0 +1,151 @@
+"""Which dispatcher a layout gets, and what is said when it cannot be had."""
+
+import io
+import sys
+import types
+
+import pytest
+import torch
+from olmo_ep_comm import LocalDispatcher
+from olmo_trainer import dispatcher as dispatcher_module
+from olmo_trainer import loop
+from olmo_trainer.config import TrainerConfig
+from olmo_trainer.dispatcher import build_dispatcher, check_installed, live_dispatches
+from olmo_trainer.mesh import Mesh
+from olmo_trainer.overrides import ConfigError, apply_overrides
+from olmo_trainer.pipeline_schedule import build_schedule, split_rules
+from olmo_trainer.recipes import nano
+from rich.console import Console
+
+WIDE = ("model.d_model=256", "layout.expert=2", "layout.dispatcher.kind=deepep")
+
+
+def _config(*settings: str, world: int = 2) -> TrainerConfig:
+    return apply_overrides(nano(), settings).for_world(world)
+
+
+def _mesh(config: TrainerConfig) -> Mesh:
+    return Mesh(
+        rank=0,
+        world=2,
+        data=0,
+        num_data=config.layout.data or 1,
+        expert=0,
+        num_expert=config.layout.expert,
+        pipeline=0,
+        device=torch.device("cpu"),
+    )
+
+
+def test_what_a_layout_names_is_what_it_gets(monkeypatch):
+    made = []
+
+    def create(kind, **options):
+        made.append((kind, options))
+
+    monkeypatch.setattr(dispatcher_module, "create_dispatcher", create)
+    for settings, kind in (
+        ((), "local"),
+        (("layout.expert=2",), "all_to_all"),
+        (("layout.dispatcher.kind=local",), "local"),
+        (("layout.dispatcher.kind=all_to_all",), "all_to_all"),
+        (
+            (
+                *("layout.expert=2", "layout.dispatcher.kind=rowwise", "batch.accumulation=2"),
+                "layout.dispatcher.timeout_s=7",
+            ),
+            "rowwise",
+        ),
+        ((*WIDE, "layout.dispatcher.gpu_timeout_s=9"), "deepep"),
+    ):
+        config = _config(*settings)
+        build_dispatcher(config, _mesh(config), dtype=torch.bfloat16, live_forwards=5)
+        assert made[-1][0] == kind
+        assert made[-1][1]["num_experts"] == 4
+    rowwise, deepep = made[-2][1], made[-1][1]
+    # Eight sequences of 64 for two data ranks of two microbatches.
+    sizes = {"max_tokens": 2 * 64, "width": 32, "top_k": 2}
+    assert sizes.items() <= rowwise.items()
+    assert rowwise["dtype"] == torch.bfloat16
+    assert (rowwise["live_forwards"], rowwise["timeout_s"]) == (5, 7)
+    assert (deepep["max_tokens"], deepep["width"]) == (4 * 64, 256)
+    assert (deepep["cpu_timeout_s"], deepep["gpu_timeout_s"]) == (300, 9)
+
+
+def test_one_process_keeps_its_experts():
+    config = _config(world=1)
+    made = build_dispatcher(config, _mesh(config), dtype=torch.float32, live_forwards=1)
+    assert isinstance(made, LocalDispatcher)
+
+
+def test_live_dispatches_follow_the_schedule():
+    def live(*settings: str, rank: int = 0) -> int:
+        config = _config("layout.pipeline=2", "batch.accumulation=8", *settings)
+        return live_dispatches(config, build_schedule(config.layout, 8), rank)
+
+    # Layer 0 is dense: rank 0 holds one routed layer, rank 1 two; 1F1B keeps 2 and 1 alive.
+    assert live() == 2
+    assert live(rank=1) == 2
+    assert live("layout.schedule.kind=gpipe") == 8
+    assert live("model.num_dense_layers=4") == 1
+
+
+def test_rows_in_a_buffer_that_is_written_again_are_not_left_for_later():
+    assert split_rules(_config("layout.expert=2"))
+    assert not split_rules(_config("layout.expert=2", "layout.dispatcher.kind=rowwise"))
+
+
+def test_a_library_that_is_missing_is_named_before_anything_starts(make_config, monkeypatch):
+    assert check_installed(_config()) is None
+    config = _config(*WIDE)
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
+    monkeypatch.setattr(dispatcher_module, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"'deepep' needs DeepEP v2 .* use 'all_to_all' or 'rowwi"):
+        loop.train(config, resume=None, console=Console(file=io.StringIO()))
+
+
+def test_what_a_library_says_is_passed_on(monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("NCCL is too old")
+
+    monkeypatch.setattr(dispatcher_module, "create_dispatcher", refuse)
+    config = _config(*WIDE)
+    with pytest.raises(ValueError, match="'deepep': NCCL is too old"):
+        build_dispatcher(config, _mesh(config), dtype=torch.bfloat16, live_forwards=1)
+
+
+def test_an_assembly_closes_what_must_be_closed(make_config, monkeypatch):
+    from olmo_trainer.build import assemble
+    from olmo_trainer.mesh import create_mesh
+
+    config = make_config()
+    assembly = assemble(config, create_mesh(config.layout, torch.device("cpu")))
+    assembly.close()  # nothing to close
+    closed = []
+    stand_in = types.SimpleNamespace(close=lambda: closed.append(True))
+    object.__setattr__(assembly, "dispatcher", stand_in)
+    assembly.close()
+    assert closed == [True]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["layout.dispatcher=rowwise"],
+            "layout.dispatcher is a group; set one of its values: ki",
+        ),
+        (["layout.dispatcher.kind=x"], "layout.dispatcher.kind = 'x': must be one of 'auto', 'loc"),
+        (["layout.dispatcher.kind=rowwise"], "dispatcher 'rowwise' needs expert >= 2, got"),
+        (["layout.expert=2", "layout.dispatcher.kind=local"], "'local' needs expert = 1, got"),
+        (
+            ["layout.expert=2", "layout.dispatcher.kind=deepep"],
+            r"'deepep' needs model.d_model \(32\) a multiple of 256",
+        ),
+        ([*WIDE, "precision.parameters=fp32"], "'deepep' moves BF16 between GPUs, got .* 'fp32'"),
+        (["layout.dispatcher.timeout_s=3"], "layout.dispatcher.timeout_s: no such key for kind ="),
+    ],
+)
+def test_a_wrong_dispatcher_is_named(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        apply_overrides(nano(), settings)
