@@ -48,7 +48,10 @@ def test_every_recipe_is_valid_and_named_by_its_key():
         ("data.attend=page", "data.attend = 'page': input should be 'sequence' or 'document'"),
         ("data.filter.kind=x", "data.filter.kind = 'x': must be one of 'none', 'repeats'"),
         ("data.filter.max_count=9", "data.filter.max_count: no such key for kind = 'none'"),
-        ("precision.mxfp8=heads", "precision.mxfp8.0 = 'heads': input should be 'experts' or"),
+        (
+            "precision.mxfp8=heads",
+            "precision.mxfp8.0 = 'heads': input should be 'experts', 'shared'",
+        ),
         ("device=tpu", "device = 'tpu': input should be 'auto', 'cpu' or 'cuda'"),
         ("optimizer.beta1=1", "optimizer.beta1 = 1: input should be less than 1"),
         ("optimizer.learning_rate=Infinity", "learning_rate = inf: input should be a finite"),

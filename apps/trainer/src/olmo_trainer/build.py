@@ -1,5 +1,6 @@
 """Configuration and mesh to the parts of a run: model, dispatcher, reducer, optimizer, executor."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +15,7 @@ from olmo_distopt import (
 )
 from olmo_ep_comm import Dispatcher
 from olmo_experts_gemm import Experts
-from olmo_mxfp8 import MXLinear, mx_grouped_mm
+from olmo_mxfp8 import MXExperts, MXLinear, MXRecipe
 from olmo_pipeline import PipelineExecutor
 from olmo_routing import Router, SelectionBias
 from torch import nn
@@ -38,8 +39,10 @@ from olmo_trainer.pipeline_schedule import build_schedule, split_rules
 from olmo_trainer.sizes import stage_layers
 from olmo_trainer.stage import Stage
 from olmo_trainer.statistics import StepStatistics
+from olmo_trainer.weight_caches import WeightCaches
 
 Optimizer = ShardedAdamW | ShardedMuon
+Rebuilt = Callable[[Sequence[tuple[str, nn.Parameter]]], None]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -98,14 +101,27 @@ def build_part(
 ) -> Transformer:
     """Return layers `layers` of the model on the CPU in FP32, not yet initialised."""
     model, moe, mxfp8 = config.model, config.model.moe, config.precision.mxfp8
+    recipe = MXRecipe(**config.precision.recipe.model_dump())
+
+    def quantise(layer: nn.Module, *names: str) -> None:
+        for name in names:
+            linear = layer.get_submodule(name)
+            assert isinstance(linear, nn.Linear), "what is quantised here are linear layers"
+            setattr(layer, name, MXLinear.from_linear(linear, recipe))
 
     def shared() -> nn.Module | None:
         if not moe.shared_hidden:
             return None
         layer = FeedForward(model.d_model, moe.shared_hidden)
         if "shared" in mxfp8:
-            layer.gate_up = MXLinear.from_linear(layer.gate_up)
-            layer.down = MXLinear.from_linear(layer.down)
+            quantise(layer, "gate_up", "down")
+        return layer
+
+    def attention(index: int) -> nn.Module:
+        window = model.attention.window_of(index)
+        layer = Attention(model.d_model, model.attention, model.norm_eps, window=window)
+        if "attention" in mxfp8:
+            quantise(layer, "query", "key", "value", "out")
         return layer
 
     def routed() -> MoE:
@@ -122,12 +138,8 @@ def build_part(
                 SelectionBias(moe.num_experts, moe.bias_rate) if moe.bias_rate else None
             ),
         )
-        experts = Experts(
-            moe.num_experts // num_expert_ranks,
-            model.d_model,
-            moe.expert_hidden,
-            matmul=mx_grouped_mm if "experts" in mxfp8 else None,
-        )
+        sizes = (moe.num_experts // num_expert_ranks, model.d_model, moe.expert_hidden)
+        experts = MXExperts(*sizes, recipe=recipe) if "experts" in mxfp8 else Experts(*sizes)
         return MoE(router, dispatcher, experts, shared())
 
     def block(index: int) -> Block:
@@ -135,12 +147,7 @@ def build_part(
         return Block(
             model.d_model,
             model.norm_eps,
-            Attention(
-                model.d_model,
-                model.attention,
-                model.norm_eps,
-                window=model.attention.window_of(index),
-            ),
+            attention(index),
             routed() if is_routed else FeedForward(model.d_model, model.dense_hidden),
             norms=model.norms,
         )
@@ -159,6 +166,7 @@ def build_optimizer(
     groups: ReplicaGroups,
     *,
     first_expert: int,
+    after_rebuild: Rebuilt | None = None,
 ) -> Optimizer:
     """Return the optimizer of these parameters; collective over the groups.
 
@@ -167,6 +175,7 @@ def build_optimizer(
         named: Parameters held here, by global name.
         groups: Who holds replicas of them.
         first_expert: Global index of the first expert held here.
+        after_rebuild: Told of parameters that have new values.
     """
     chosen = config.optimizer
     make = ShardedAdamW
@@ -195,6 +204,7 @@ def build_optimizer(
             for name, parameter in named
             if is_expert(name)
         },
+        after_rebuild=after_rebuild,
     )
 
 
@@ -226,10 +236,13 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
         {"dense": mesh.data_group, "experts": mesh.expert_replica_group},
         lambda name, _: "experts" if is_expert(name) else "dense",
     )
-    optimizer = build_optimizer(config, named, groups, first_expert=first_expert)
+    caches = WeightCaches()
+    optimizer = build_optimizer(
+        config, named, groups, first_expert=first_expert, after_rebuild=caches.refresh
+    )
     # After the optimizer took its FP32 main weights, so that they keep every bit of the start.
     for stage in stages.values():
-        stage.to(dtype)
+        caches.make(stage.to(dtype).part)
     return Assembly(
         config=config,
         mesh=mesh,

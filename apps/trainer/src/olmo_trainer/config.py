@@ -35,6 +35,7 @@ from olmo_trainer.config_optimizer import AdamWConfig as AdamWConfig
 from olmo_trainer.config_optimizer import MuonConfig as MuonConfig
 from olmo_trainer.config_optimizer import OptimizerConfig as OptimizerConfig
 from olmo_trainer.config_precision import PrecisionConfig as PrecisionConfig
+from olmo_trainer.config_precision import RecipeConfig as RecipeConfig
 from olmo_trainer.config_schedule import CosineSchedule as CosineSchedule
 from olmo_trainer.config_schedule import LinearSchedule as LinearSchedule
 from olmo_trainer.config_schedule import ScheduleConfig as ScheduleConfig
@@ -304,14 +305,27 @@ class TrainerConfig(Config):
             )
 
     def _mxfp8_fits(self) -> None:
-        widths = {"model.d_model": self.model.d_model}
+        model, moe, attention = self.model, self.model.moe, self.model.attention
+        widths = {"model.d_model": model.d_model}
         if "experts" in self.precision.mxfp8:
-            widths["model.moe.expert_hidden"] = self.model.moe.expert_hidden
+            widths["model.moe.expert_hidden"] = moe.expert_hidden if model.moe_layers else 0
         if "shared" in self.precision.mxfp8:
-            widths["model.moe.shared_hidden"] = self.model.moe.shared_hidden
+            widths["model.moe.shared_hidden"] = moe.shared_hidden if model.moe_layers else 0
+        if "attention" in self.precision.mxfp8:
+            for name in ("num_heads", "num_kv_heads"):
+                heads = f"model.attention.{name} * head_dim"
+                widths[heads] = getattr(attention, name) * attention.head_dim
         for key, width in widths.items():
-            if width % 32:
-                raise ValueError(f"{key} ({width}) must be a multiple of 32 for precision.mxfp8")
+            if not width:
+                raise ValueError(
+                    f"precision.mxfp8 ({','.join(self.precision.mxfp8)}) names layers that the "
+                    f"model does not have: {key.rpartition('.')[2]} is 0 or no layer is routed"
+                )
+            if width % self.precision.recipe.granularity:
+                raise ValueError(
+                    f"{key} ({width}) must be a multiple of {self.precision.recipe.granularity}, "
+                    "precision.recipe.granularity, for precision.mxfp8"
+                )
 
     def for_world(self, world: int) -> "TrainerConfig":
         """Fill in `layout.data` for `world` ranks; `ValueError` when the layout misses them."""

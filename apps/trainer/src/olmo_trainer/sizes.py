@@ -13,6 +13,7 @@ from olmo_trainer.config import ModelConfig, MuonConfig, OptimizerConfig, Traine
 # Bytes a parameter: gradients and main weights are FP32 always; main weights and moments sharded.
 GRADIENT_BYTES = 4
 MAIN_WEIGHT_BYTES = 4
+CACHE_BYTES = 2 * 33 / 32  # of an element in MXFP8, along rows and along columns
 BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -117,8 +118,8 @@ def bytes_per_rank(config: TrainerConfig, *, weights: str) -> float:
 
     Dense parameters cost `weight + 4 + 12/D` bytes, experts `(weight + 4)/M_E + 12/D`: in BF16 the
     report's `6 + 12/D` and `6/M_E + 12/D`. Other optimizers have another number than 12; a Muon
-    matrix stays whole with one of D ranks, and is counted as their mean. Activations and
-    communication buffers are not counted.
+    matrix stays whole with one of D ranks, and is counted as their mean. What is multiplied in
+    MXFP8 is kept in it too, both ways round. Activations and communication buffers are not counted.
     """
     counts, layout = count_parameters(config.model), config.layout
     data = layout.data or 1
@@ -130,6 +131,7 @@ def bytes_per_rank(config: TrainerConfig, *, weights: str) -> float:
         matrices * of_matrix
         + (dense - matrices) * of_rest
         + (experts * expert if index in config.model.moe_layers else 0.0)
+        + CACHE_BYTES * _quantised(config, index)
         for index, (dense, matrices) in enumerate(zip(counts.dense, counts.hidden, strict=True))
     ]
     ranks = [
@@ -138,6 +140,19 @@ def bytes_per_rank(config: TrainerConfig, *, weights: str) -> float:
     ranks[layout.rank_of_stage(0)] += counts.embedding * of_rest
     ranks[layout.rank_of_stage(layout.num_stages - 1)] += counts.head * of_rest
     return max(ranks)
+
+
+def _quantised(config: TrainerConfig, layer: int) -> float:
+    """Return how many parameters of a layer a rank keeps in MXFP8 beside their own format."""
+    model, words = config.model, config.precision.mxfp8
+    attention, moe = model.attention, model.moe
+    heads = (attention.num_heads + attention.num_kv_heads) * attention.head_dim
+    total = 2.0 * model.d_model * heads if "attention" in words else 0.0
+    if layer in model.moe_layers:
+        total += 3 * model.d_model * moe.shared_hidden if "shared" in words else 0
+        held = moe.num_experts / config.layout.expert
+        total += held * 3 * model.d_model * moe.expert_hidden if "experts" in words else 0
+    return total
 
 
 def layers_of_ranks(config: TrainerConfig) -> list[list[range]]:

@@ -25,7 +25,6 @@ from olmo_trainer.config import (
     LayoutConfig,
     MoEConfig,
     OneFOneB,
-    PrecisionConfig,
     TrainerConfig,
 )
 from olmo_trainer.data import Batch
@@ -159,7 +158,7 @@ def check_config(config: TrainerConfig) -> TrainerConfig:
         update={
             "device": "cpu",
             "model": config.model.model_copy(update={"moe": moe}),
-            "precision": PrecisionConfig(parameters="fp32", mxfp8=config.precision.mxfp8),
+            "precision": config.precision.model_copy(update={"parameters": "fp32"}),
             "data": config.data.model_copy(update={"sequence_length": length}),
             "batch": BatchConfig(sequences=SEQUENCES, accumulation=1),
         }

@@ -8,6 +8,7 @@ experts that live here, wherever their tokens are.
 import torch
 from olmo_ep_comm import Dispatcher
 from olmo_experts_gemm import Experts
+from olmo_mxfp8 import MXExperts
 from olmo_routing import Router, Routing
 from torch import nn
 
@@ -16,7 +17,11 @@ class MoE(nn.Module):
     """Router, experts held here, and the shared expert; x (T, D) to (T, D)."""
 
     def __init__(
-        self, router: Router, dispatcher: Dispatcher, experts: Experts, shared: nn.Module | None
+        self,
+        router: Router,
+        dispatcher: Dispatcher,
+        experts: Experts | MXExperts,
+        shared: nn.Module | None,
     ) -> None:
         super().__init__()
         self.router = router
