@@ -15,12 +15,13 @@ from olmo_distopt import (
 )
 from olmo_ep_comm import Dispatcher
 from olmo_experts_gemm import Experts
-from olmo_mxfp8 import MXExperts, MXLinear, MXRecipe
+from olmo_mxfp8 import MXExperts, MXLinear, MXPacker, MXRecipe
 from olmo_pipeline import PipelineExecutor
 from olmo_routing import Router, SelectionBias
 from torch import nn
 
 from olmo_trainer.config import (
+    ExpertsRecompute,
     MuonConfig,
     SkipGuard,
     TrainerConfig,
@@ -101,7 +102,7 @@ def build_part(
 ) -> Transformer:
     """Return layers `layers` of the model on the CPU in FP32, not yet initialised."""
     model, moe, mxfp8 = config.model, config.model.moe, config.precision.mxfp8
-    recipe = MXRecipe(**config.precision.recipe.model_dump())
+    recipe = MXRecipe(**config.precision.recipe.model_dump(), saved=config.precision.saved)
 
     def quantise(layer: nn.Module, *names: str) -> None:
         for name in names:
@@ -124,7 +125,7 @@ def build_part(
             quantise(layer, "query", "key", "value", "out")
         return layer
 
-    def routed() -> MoE:
+    def routed(index: int) -> MoE:
         if dispatcher is None:
             raise ValueError("a routed layer needs a dispatcher")
         router = Router(
@@ -140,7 +141,16 @@ def build_part(
         )
         sizes = (moe.num_experts // num_expert_ranks, model.d_model, moe.expert_hidden)
         experts = MXExperts(*sizes, recipe=recipe) if "experts" in mxfp8 else Experts(*sizes)
-        return MoE(router, dispatcher, experts, shared())
+        # What a recomputed block packed would be kept beside its input, and save nothing.
+        packs = config.precision.saved == "mxfp8" and index not in config.recomputed_layers
+        return MoE(
+            router,
+            dispatcher,
+            experts,
+            shared(),
+            pack=MXPacker() if packs else None,  # pyright: ignore[reportArgumentType] - it unpacks what it packed
+            recompute_experts=isinstance(config.recompute, ExpertsRecompute),
+        )
 
     def block(index: int) -> Block:
         is_routed = index in model.moe_layers
@@ -148,11 +158,11 @@ def build_part(
             model.d_model,
             model.norm_eps,
             attention(index),
-            routed() if is_routed else FeedForward(model.d_model, model.dense_hidden),
+            routed(index) if is_routed else FeedForward(model.d_model, model.dense_hidden),
             norms=model.norms,
         )
 
-    return Transformer(model, layers, block)
+    return Transformer(model, layers, block, recomputed=config.recomputed_layers)
 
 
 def is_expert(name: str) -> bool:

@@ -36,6 +36,10 @@ from olmo_trainer.config_optimizer import MuonConfig as MuonConfig
 from olmo_trainer.config_optimizer import OptimizerConfig as OptimizerConfig
 from olmo_trainer.config_precision import PrecisionConfig as PrecisionConfig
 from olmo_trainer.config_precision import RecipeConfig as RecipeConfig
+from olmo_trainer.config_recompute import BlocksRecompute as BlocksRecompute
+from olmo_trainer.config_recompute import ExpertsRecompute as ExpertsRecompute
+from olmo_trainer.config_recompute import NoRecompute as NoRecompute
+from olmo_trainer.config_recompute import RecomputeConfig as RecomputeConfig
 from olmo_trainer.config_schedule import CosineSchedule as CosineSchedule
 from olmo_trainer.config_schedule import LinearSchedule as LinearSchedule
 from olmo_trainer.config_schedule import ScheduleConfig as ScheduleConfig
@@ -264,6 +268,7 @@ class TrainerConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     model: ModelConfig = ModelConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    recompute: RecomputeConfig = NoRecompute()
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
     loss: LossConfig = LossConfig()
@@ -288,9 +293,45 @@ class TrainerConfig(Config):
             )
         if self.precision.mxfp8:
             self._mxfp8_fits()
+        self._recompute_fits()
+        if self.precision.saved == "mxfp8":
+            self._saved_fits()
         if layout.dispatcher.kind == "deepep":
             self._deepep_fits()
         return self
+
+    @property
+    def recomputed_layers(self) -> frozenset[int]:
+        """Global indices of the blocks that are computed again in the backward."""
+        if not isinstance(self.recompute, BlocksRecompute):
+            return frozenset()
+        return frozenset(self.recompute.layers or range(self.model.num_layers))
+
+    def _recompute_fits(self) -> None:
+        missing = sorted(each for each in self.recomputed_layers if each >= self.model.num_layers)
+        if missing:
+            raise ValueError(
+                f"recompute.layers names {missing}; the model has layers 0 to "
+                f"{self.model.num_layers - 1}"
+            )
+        if isinstance(self.recompute, ExpertsRecompute) and not self.model.moe_layers:
+            raise ValueError("recompute 'experts' needs a routed layer, and the model has none")
+
+    def _saved_fits(self) -> None:
+        kept = set(self.model.moe_layers) - self.recomputed_layers
+        if not kept or isinstance(self.recompute, ExpertsRecompute):
+            raise ValueError(
+                "precision.saved = 'mxfp8' packs what routed experts keep, and with recompute.kind "
+                f"= {self.recompute.kind!r} this model's keep nothing; use 'high', or recompute "
+                "fewer layers"
+            )
+        moe = self.model.moe
+        for key, width in (
+            ("model.d_model", self.model.d_model),
+            ("model.moe.expert_hidden", moe.expert_hidden),
+        ):
+            if width % 32:
+                raise ValueError(f"{key} ({width}) must be a multiple of 32 for precision.saved")
 
     def _deepep_fits(self) -> None:
         if self.model.d_model % 256 or self.model.moe.top_k > 32:

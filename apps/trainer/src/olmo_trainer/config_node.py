@@ -16,6 +16,8 @@ class Config(BaseModel):
 
 
 def _split_words(value: object) -> object:
+    if isinstance(value, int):  # one number, which was read as JSON
+        return [value]
     return [word for word in value.split(",") if word] if isinstance(value, str) else value
 
 

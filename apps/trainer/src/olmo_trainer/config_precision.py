@@ -38,6 +38,10 @@ class PrecisionConfig(Config):
         default=(), description="layers whose products run in MXFP8; attention = its projections"
     )
     recipe: RecipeConfig = RecipeConfig()
+    saved: Literal["high", "mxfp8"] = Field(
+        default="high",
+        description="what routed experts keep for their backward: as it is, or in MXFP8",
+    )
 
     @model_validator(mode="after")
     def _recipe_is_used(self) -> Self:

@@ -21,15 +21,19 @@ def check_installed(config: TrainerConfig) -> None:
 
 
 def live_dispatches(config: TrainerConfig, schedule: Schedule, rank: int) -> int:
-    """Return the most dispatches of a pipeline rank whose backward is still to come, at least 1."""
-    layers, moe = stage_layers(config), config.model.moe_layers
-    return max(
-        1,
-        sum(
-            schedule.max_live_per_stage[stage] * sum(layer in moe for layer in layers[stage])
-            for stage in schedule.stages_of(rank)
-        ),
+    """Return the most dispatches of a pipeline rank whose backward is still to come, at least 1.
+
+    A recomputed block lets go of its first dispatch at the end of its forward; its second is there
+    during its backward alone.
+    """
+    layers, moe = stage_layers(config), set(config.model.moe_layers)
+    kept = moe - config.recomputed_layers
+    live = sum(
+        schedule.max_live_per_stage[stage] * sum(layer in kept for layer in layers[stage])
+        for stage in schedule.stages_of(rank)
     )
+    passing = 2 if moe & config.recomputed_layers else 0
+    return max(1, live + passing)
 
 
 def build_dispatcher(

@@ -10,7 +10,7 @@ import torch
 from olmo_routing import Routing
 from torch import nn
 
-from olmo_trainer.model.moe import MoE
+from olmo_trainer.model.moe import MoE, RouteMemory
 from olmo_trainer.model.visibility import Visibility
 
 
@@ -39,7 +39,11 @@ class Block(nn.Module):
         self.feed_forward_out_norm = out_norm()
 
     def forward(
-        self, x_BSD: torch.Tensor, mask_BS: torch.Tensor, visibility: Visibility
+        self,
+        x_BSD: torch.Tensor,
+        mask_BS: torch.Tensor,
+        visibility: Visibility,
+        memory: RouteMemory | None = None,
     ) -> tuple[torch.Tensor, Routing | None]:
         """Return the block's output and, for a routed block, its routing.
 
@@ -47,13 +51,14 @@ class Block(nn.Module):
             x_BSD: Hidden states.
             mask_BS: Bool, `True` for real tokens.
             visibility: Which positions attention mixes.
+            memory: Of this call, which may be made twice: see `RouteMemory`.
         """
         attended = self.attention(self.attention_in_norm(x_BSD), visibility)
         h_BSD = x_BSD + self.attention_out_norm(attended)
         normed = self.feed_forward_in_norm(h_BSD)
         routing = None
         if isinstance(self.feed_forward, MoE):
-            y_TD, routing = self.feed_forward(normed.flatten(0, 1), mask_BS.flatten())
+            y_TD, routing = self.feed_forward(normed.flatten(0, 1), mask_BS.flatten(), memory)
             out = y_TD.view_as(normed)
         else:
             out = self.feed_forward(normed)

@@ -4,25 +4,35 @@ Parameter names are global (`layers.7.attention.query.weight`) whatever part thi
 checkpoint and an initialisation know a tensor by its name alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from olmo_routing import Routing, SelectionBias
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from olmo_trainer.config import ModelConfig
 from olmo_trainer.model.block import Block
-from olmo_trainer.model.moe import MoE
+from olmo_trainer.model.moe import MoE, RouteMemory
 from olmo_trainer.model.visibility import Visibility
 
 
 class Transformer(nn.Module):
-    """Layers `layers` of the model; the first part embeds tokens, the last one makes logits."""
+    """Layers `layers` of the model; the first part embeds tokens, the last one makes logits.
+
+    Of the blocks `recomputed`, by global index, only the input is kept for the backward.
+    """
 
     def __init__(
-        self, config: ModelConfig, layers: range, make_block: Callable[[int], Block]
+        self,
+        config: ModelConfig,
+        layers: range,
+        make_block: Callable[[int], Block],
+        *,
+        recomputed: Collection[int] = (),
     ) -> None:
         super().__init__()
+        self.recomputed = frozenset(recomputed)
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.num_layers
         if self.is_first:
@@ -62,9 +72,30 @@ class Transformer(nn.Module):
         visibility = Visibility(mask_BS.shape[1], mask_BS.device, documents_BS)
         routings: dict[int, Routing] = {}
         for index, block in self.layers.items():
-            hidden, routing = block(hidden, mask_BS, visibility)
+            hidden, routing = self._run(int(index), block, hidden, mask_BS, visibility)
             if routing is not None:
                 routings[int(index)] = routing
         if self.is_last:
             hidden = self.head(self.final_norm(hidden))
         return hidden, routings
+
+    def _run(
+        self,
+        index: int,
+        block: nn.Module,
+        hidden: torch.Tensor,
+        mask_BS: torch.Tensor,
+        visibility: Visibility,
+    ) -> tuple[torch.Tensor, Routing | None]:
+        if index not in self.recomputed or not torch.is_grad_enabled():
+            return block(hidden, mask_BS, visibility)
+        # Not reentrant: the routing's losses have gradients of their own, and with a split backward
+        # autograd hands the executor's mode on to the second forward.
+        result = checkpoint(
+            block,
+            *(hidden, mask_BS, visibility, RouteMemory()),
+            use_reentrant=False,
+            preserve_rng_state=False,  # nothing is drawn
+        )
+        assert result is not None, "a block returns its output"
+        return result
