@@ -44,14 +44,6 @@ def test_interleaved_pipeline_sigmoid_gate_and_a_stage_without_routed_layers():
 
 
 @pytest.mark.dist
-def test_mxfp8_layers_under_expert_and_data_parallel():
-    # Rows are quantised one by one along their width, so even quantised products do not move.
-    config = apply_overrides(nano(), ["precision.mxfp8=experts,shared"])
-    verdicts = verify(config, [(2, 1, 1), (2, 2, 1)])
-    assert not any(each.faults for each in verdicts), _explain(verdicts)
-
-
-@pytest.mark.dist
 @pytest.mark.parametrize(
     "settings",
     [

@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(run=_train)
 
-    verify = commands.add_parser("verify", help="does any layout change the numbers?")
+    verify = commands.add_parser("verify", help="does any layout or choice change the numbers?")
     _add_config(verify)
     verify.set_defaults(run=_verify)
 
@@ -225,14 +225,19 @@ def _verify(options: argparse.Namespace) -> int:
     from olmo_trainer.overrides import apply_overrides
 
     config = apply_overrides(_recipe(options.recipe), options.settings)
-    from olmo_trainer.describe import print_verdicts
+    from olmo_trainer.describe import print_choices, print_verdicts
     from olmo_trainer.verify import TOLERANCE, verify
+    from olmo_trainer.verify_choices import verify_choices
 
     console = _console()
     with console.status("comparing layouts with one process"):
         verdicts = verify(config)
     print_verdicts(verdicts, TOLERANCE, console)
-    return 1 if any(verdict.faults for verdict in verdicts) else 0
+    console.print()
+    with console.status("comparing schedules, dispatchers, recompute, precision and optimizers"):
+        choices, unfit = verify_choices(config)
+    print_choices(choices, unfit, console)
+    return 1 if any(verdict.faults for verdict in (*verdicts, *choices)) else 0
 
 
 def _sample(options: argparse.Namespace) -> int:

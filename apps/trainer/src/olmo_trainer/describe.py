@@ -13,6 +13,7 @@ from olmo_trainer.sizes import bytes_per_rank, count_flops, count_parameters, la
 
 if TYPE_CHECKING:
     from olmo_trainer.verify import Verdict
+    from olmo_trainer.verify_choices import ChoiceVerdict
 
 
 def print_config(config: TrainerConfig, console: Console) -> None:
@@ -111,6 +112,40 @@ def print_verdicts(verdicts: "Sequence[Verdict]", tolerance: str, console: Conso
         style="red" if bad else "green",
     )
     console.print(f"tolerance: {tolerance}", soft_wrap=True)
+
+
+def print_choices(
+    verdicts: "Sequence[ChoiceVerdict]", unfit: dict[str, str], console: Console
+) -> None:
+    """Print each choice beside the one-process run that it must equal or be near."""
+    row = "{:<32} {:>4} {:>6} {:>4}  {:<11} {:>9} {:>8} {:>8} {:>6}  {}".format
+    heads = ("choice", "data", "expert", "pipe", "batch", "loss", "ratio", "distance", "bound")
+    console.print(row(*heads, "verdict"), soft_wrap=True)
+    for each in verdicts:
+        choice = each.choice
+        line = row(
+            choice.name,
+            *choice.layout,
+            choice.scenario,
+            f"{each.loss:.6f}",
+            f"{each.ratio:.5f}",
+            f"{each.distance:.1e}",
+            "-" if choice.bound is None else f"{choice.bound:g}",
+            "differs" if each.faults else "same" if choice.bound is None else "near",
+        )
+        console.print(line, soft_wrap=True)
+    for each in verdicts:
+        for fault in each.faults:
+            console.print(f"{each.choice.name}: {fault}", style="red", soft_wrap=True)
+    for name, reason in unfit.items():
+        console.print(f"{name}: not compared, it does not fit: {reason}", soft_wrap=True)
+    bad = sum(bool(each.faults) for each in verdicts)
+    console.print(
+        f"{bad} of {len(verdicts)} choices differ from the one-process run"
+        if bad
+        else f"all {len(verdicts)} choices are as the one-process run, or as near as their bound",
+        style="red" if bad else "green",
+    )
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

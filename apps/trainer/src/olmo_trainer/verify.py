@@ -78,6 +78,7 @@ class Measured:
     auxiliary_gradients: dict[str, torch.Tensor]
     biases: dict[int, torch.Tensor]
     counts: dict[int, torch.Tensor]
+    updates: dict[str, torch.Tensor] = field(default_factory=dict)  # of one optimizer step
 
 
 @dataclass
@@ -119,7 +120,7 @@ def verify(
         config.model.moe_layers and has_auxiliary_gradient(config.model.moe)
     )
     for each in measured:
-        if expects_auxiliary and not _flat(each.auxiliary_gradients).norm() > NOISE * each.norm:
+        if expects_auxiliary and not flat(each.auxiliary_gradients).norm() > NOISE * each.norm:
             raise RuntimeError("the auxiliary losses reach no parameter in the one-process run")
     verdicts = []
     for layout in layouts:
@@ -207,8 +208,8 @@ def measure_cases(
     return [measure(case_config(config, case), scenarios[case.scenario]) for case in cases]
 
 
-def measure(config: TrainerConfig, batch: Batch) -> Measured:
-    """Run one global batch under the layout of `config`."""
+def measure(config: TrainerConfig, batch: Batch, *, rate: float = 0.0) -> Measured:
+    """Run one global batch under the layout of `config`, and at a `rate` above 0 one update."""
     assembly = assemble(config, create_mesh(config.layout, torch.device("cpu")))
     for bias in assembly.selection_biases.values():
         bias.bias_E[-1] = SILENT_BIAS
@@ -221,14 +222,16 @@ def measure(config: TrainerConfig, batch: Batch) -> Measured:
     totals = assembly.statistics.totals()
     update_biases(assembly)
     biases = {layer: bias.bias_E.clone() for layer, bias in assembly.selection_biases.items()}
+    gradients, norm = gather_gradients(assembly), gradient_norm(assembly).item()
     return Measured(
         loss=totals.loss,
         auxiliary=totals.auxiliary_loss,
-        norm=gradient_norm(assembly).item(),
-        gradients=gather_gradients(assembly),
+        norm=norm,
+        gradients=gradients,
         auxiliary_gradients=auxiliary_gradients,
         biases={layer: bias for each in _everywhere(biases) for layer, bias in each.items()},
         counts={layer: assembly.statistics.counts(layer) for layer in config.model.moe_layers},
+        updates=_take_step(assembly, rate) if rate else {},
     )
 
 
@@ -242,10 +245,29 @@ def split_batch(batch: Batch, parts: int) -> list[Batch]:
 
 def gather_gradients(assembly: Assembly) -> dict[str, torch.Tensor]:
     """Return every parameter's reduced gradient, whole, on every rank."""
-    mine: dict[tuple[str, int], torch.Tensor] = {}
-    for name, parameter in assembly.parameters:
-        gradient = parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue] - the reducer's
-        mine[name, assembly.mesh.expert if is_expert(name) else 0] = gradient.clone()
+    return _gather(
+        assembly,
+        {
+            name: parameter.main_grad.clone()  # pyright: ignore[reportAttributeAccessIssue] - the reducer's
+            for name, parameter in assembly.parameters
+        },
+    )
+
+
+def _take_step(assembly: Assembly, rate: float) -> dict[str, torch.Tensor]:
+    """Return by how much a step moves every parameter, whole, on every rank."""
+    before = {name: parameter.detach().clone() for name, parameter in assembly.parameters}
+    assembly.optimizer.step(lr=rate)
+    moved = {name: each.detach() - before[name] for name, each in assembly.parameters}
+    return _gather(assembly, moved)
+
+
+def _gather(assembly: Assembly, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Join what ranks hold of each parameter by its global name: experts in their order."""
+    mine = {
+        (name, assembly.mesh.expert if is_expert(name) else 0): tensor
+        for name, tensor in held.items()
+    }
     shards = {key: value for each in _everywhere(mine) for key, value in each.items()}
     names = dict.fromkeys(name for name, _ in sorted(shards))
     return {
@@ -259,14 +281,14 @@ def compare(case: Case, measured: Measured, reference: Measured) -> Verdict:
     if measured.gradients.keys() != reference.gradients.keys():
         faults.append(f"parameters {measured.gradients.keys() ^ reference.gradients.keys()}")
     for name in reference.gradients.keys() & measured.gradients.keys():
-        ratios[name], deviations[name] = _ratio(
+        ratios[name], deviations[name] = ratio_and_distance(
             measured.gradients[name], reference.gradients[name], NOISE * reference.norm
         )
         if not deviations[name] <= GRADIENT_TOLERANCE:
             faults.append(f"gradient of {name}: ratio {ratios[name]:.4f}")
-    auxiliary_ratio, auxiliary_deviation = _ratio(
-        _flat(measured.auxiliary_gradients),
-        _flat(reference.auxiliary_gradients),
+    auxiliary_ratio, auxiliary_deviation = ratio_and_distance(
+        flat(measured.auxiliary_gradients),
+        flat(reference.auxiliary_gradients),
         NOISE * reference.norm,
     )
     if not auxiliary_deviation <= GRADIENT_TOLERANCE:
@@ -306,11 +328,14 @@ def compare(case: Case, measured: Measured, reference: Measured) -> Verdict:
     )
 
 
-def _flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+def flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return all tensors as one line, in the order of their names."""
     return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
 
 
-def _ratio(measured: torch.Tensor, reference: torch.Tensor, noise: float) -> tuple[float, float]:
+def ratio_and_distance(
+    measured: torch.Tensor, reference: torch.Tensor, noise: float
+) -> tuple[float, float]:
     """Return the projection of `measured` on `reference`, and the relative distance of the two.
 
     A reference no longer than `noise` is rounding: only the distance counts, over `noise`.
