@@ -34,7 +34,13 @@ def test_every_layout_gives_the_numbers_of_one_process():
 @pytest.mark.dist
 def test_interleaved_pipeline_sigmoid_gate_and_a_stage_without_routed_layers():
     config = apply_overrides(
-        nano(), ["model.num_dense_layers=2", "model.moe.gate=sigmoid", "model.moe.bias_rate=0"]
+        nano(),
+        [
+            "model.num_dense_layers=2",
+            "model.moe.gate=sigmoid",
+            "model.moe.bias_rate=0",
+            "loss.z_loss=0.1",
+        ],
     )
     layout = LayoutConfig(pipeline=2, schedule=InterleavedOneFOneB(chunks=2))
     interleaved = config.model_copy(update={"layout": layout})

@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 from olmo_ep_comm import LocalDispatcher
+from olmo_routing import admit
 from olmo_trainer import dispatcher as dispatcher_module
 from olmo_trainer import loop
 from olmo_trainer.config import TrainerConfig
@@ -68,8 +69,24 @@ def test_what_a_layout_names_is_what_it_gets(monkeypatch):
     assert sizes.items() <= rowwise.items()
     assert rowwise["dtype"] == torch.bfloat16
     assert (rowwise["live_forwards"], rowwise["timeout_s"]) == (5, 7)
+    assert "capacity" not in rowwise
     assert (deepep["max_tokens"], deepep["width"]) == (4 * 64, 256)
     assert (deepep["cpu_timeout_s"], deepep["gpu_timeout_s"]) == (300, 9)
+
+
+@pytest.mark.parametrize("policy", ["fair", "tail"])
+def test_a_capacity_is_times_the_even_load(monkeypatch, policy):
+    made = {}
+    monkeypatch.setattr(
+        dispatcher_module, "create_dispatcher", lambda kind, **options: made.update(options)
+    )
+    factor = ("layout.dispatcher.capacity_factor=1.3", f"layout.dispatcher.drop={policy}")
+    config = _config("layout.expert=2", "layout.dispatcher.kind=rowwise", *factor)
+    build_dispatcher(config, _mesh(config), dtype=torch.float32, live_forwards=1)
+    assert made["capacity"] == 666  # 1.3 * 256 tokens * 2 experts a token, rounded up
+    requested = torch.tensor([[[6, 3]], [[0, 3]]])  # two sources, one destination, two experts
+    assert torch.equal(made["admit"](requested, 6), admit(requested, 6, policy=policy))
+    assert made["admit"](requested, 6)[0, 0, 0] == {"fair": 3, "tail": 6}[policy]
 
 
 def test_one_process_keeps_its_experts():
@@ -143,6 +160,10 @@ def test_an_assembly_closes_what_must_be_closed(make_config, monkeypatch):
             r"'deepep' needs model.d_model \(32\) a multiple of 256",
         ),
         ([*WIDE, "precision.parameters=fp32"], "'deepep' moves BF16 between GPUs, got .* 'fp32'"),
+        (
+            ["layout.expert=2", "layout.dispatcher.kind=rowwise", "layout.dispatcher.drop=tail"],
+            "'tail' needs a capacity_factor; without one nothing is dropped",
+        ),
         (["layout.dispatcher.timeout_s=3"], "layout.dispatcher.timeout_s: no such key for kind ="),
     ],
 )

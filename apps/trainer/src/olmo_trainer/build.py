@@ -99,8 +99,12 @@ def build_part(
     dispatcher: Dispatcher | None,
     *,
     num_expert_ranks: int,
+    count_dropped: Callable[[torch.Tensor], None] | None = None,
 ) -> Transformer:
-    """Return layers `layers` of the model on the CPU in FP32, not yet initialised."""
+    """Return layers `layers` of the model on the CPU in FP32, not yet initialised.
+
+    `count_dropped` is told how many routes found no room: see `MoE`.
+    """
     model, moe, mxfp8 = config.model, config.model.moe, config.precision.mxfp8
     recipe = MXRecipe(**config.precision.recipe.model_dump(), saved=config.precision.saved)
 
@@ -150,6 +154,7 @@ def build_part(
             shared(),
             pack=MXPacker() if packs else None,  # pyright: ignore[reportArgumentType] - it unpacks what it packed
             recompute_experts=isinstance(config.recompute, ExpertsRecompute),
+            count_dropped=count_dropped,
         )
 
     def block(index: int) -> Block:
@@ -236,7 +241,13 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
     first_expert = mesh.expert * num_local
     parts, stages = stage_layers(config), {}
     for index in schedule.stages_of(mesh.pipeline):
-        part = build_part(config, parts[index], dispatcher, num_expert_ranks=mesh.num_expert)
+        part = build_part(
+            config,
+            parts[index],
+            dispatcher,
+            num_expert_ranks=mesh.num_expert,
+            count_dropped=statistics.add_dropped,
+        )
         initialize(part, config.seed, first_expert=first_expert)
         stages[index] = Stage(
             part.to(mesh.device), config.model.moe, statistics, head_z_loss=config.loss.z_loss

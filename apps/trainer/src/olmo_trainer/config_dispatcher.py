@@ -1,8 +1,8 @@
 """How rows travel between tokens and their experts."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from olmo_trainer.config_node import Config
 
@@ -28,14 +28,30 @@ class AllToAllDispatcher(Config):
 class RowwiseDispatcher(Config):
     """One-sided writes into the memory of the other ranks, each token once a rank.
 
-    Between GPUs of one NVLink domain, or processes of one host. Nothing is dropped: a receive
-    buffer holds the worst case, and there is one for each routed layer and live microbatch.
+    Between GPUs of one NVLink domain, or processes of one host. There is a receive buffer for each
+    routed layer and live microbatch. It holds the worst case, or `capacity_factor` times the rows
+    that come when the load is even: then it may be too small, and routes that find no room are
+    dropped and counted.
     """
 
     kind: Literal["rowwise"] = "rowwise"
+    capacity_factor: float | None = Field(
+        default=None, gt=0, description="none = the worst case, nothing is ever dropped"
+    )
+    drop: Literal["fair", "tail"] = Field(
+        default="fair", description="of every cell in proportion, or of the highest experts first"
+    )
     timeout_s: float = Field(
         default=300.0, gt=0, description="a GPU waits so long for another; longer than a save"
     )
+
+    @model_validator(mode="after")
+    def _drops_need_a_capacity(self) -> Self:
+        if self.drop != "fair" and self.capacity_factor is None:
+            raise ValueError(
+                "drop = 'tail' needs a capacity_factor; without one nothing is dropped"
+            )
+        return self
 
 
 class DeepEPDispatcher(Config):

@@ -1,10 +1,13 @@
 """The dispatcher that a layout names, with buffers for what one microbatch can bring."""
 
+import math
+from functools import partial
 from importlib.util import find_spec
 
 import torch
 from olmo_ep_comm import Dispatcher, create_dispatcher
 from olmo_pipeline import Schedule
+from olmo_routing import admit
 
 from olmo_trainer.config import AutoDispatcher, DeepEPDispatcher, RowwiseDispatcher, TrainerConfig
 from olmo_trainer.mesh import Mesh
@@ -71,6 +74,11 @@ def build_dispatcher(
             "live_forwards": live_forwards,
             "timeout_s": chosen.timeout_s,
         }
+        if chosen.capacity_factor is not None:
+            # When the load is even, a rank receives as many routes as its tokens have.
+            even = sizes["max_tokens"] * moe.top_k
+            options["capacity"] = math.ceil(chosen.capacity_factor * even)
+            options["admit"] = partial(admit, policy=chosen.drop)
     elif isinstance(chosen, DeepEPDispatcher):
         options = {
             **sizes,

@@ -212,6 +212,7 @@ class _Run:
             entropy_deficit=[layer.entropy_deficit for layer in layers],
             dead_experts=[layer.dead_experts for layer in layers],
             head_z_loss=totals.head_z_loss if config.loss.z_loss else None,
+            dropped=totals.dropped,
             skipped=int(bool(updated.skips.reasons)),
             num_skipped=updated.skips.total,
         )

@@ -61,6 +61,7 @@ class StepRecord:
         dead_experts: Experts that got no route.
         heldout_loss: Held-out loss in nats per token, when this step measured it.
         head_z_loss: z-loss of the head's logits, before its weight; None when it has none.
+        dropped: Routes of all layers that found no room at their experts' rank.
         skipped: 1 when the guard left this step out, else 0.
         num_skipped: Steps left out so far.
 
@@ -87,6 +88,7 @@ class StepRecord:
     dead_experts: list[int] = field(default_factory=list)
     heldout_loss: float | None = None
     head_z_loss: float | None = None
+    dropped: int = 0
     skipped: int = 0
     num_skipped: int = 0
 

@@ -118,6 +118,8 @@ def log_line(record: StepRecord, total_steps: int) -> str:
             parts.append(f"honesty {record.honesty[worst]:.2f}")
     if dead := sum(record.dead_experts):
         parts.append(f"dead {dead}")
+    if record.dropped:
+        parts.append(f"dropped {si(record.dropped)}")
     if record.num_skipped:
         parts.append(f"{'SKIPPED' if record.skipped else 'skipped'} {record.num_skipped}")
     if record.heldout_loss is not None:

@@ -34,6 +34,7 @@ class StepTotals:
     tokens: int
     stop: bool
     head_z_loss: float
+    dropped: int
 
 
 class StepStatistics:
@@ -43,10 +44,11 @@ class StepStatistics:
         self.moe_layers = model.moe_layers
         self.num_experts = model.moe.num_experts
         layers, E = len(self.moe_layers), self.num_experts
-        self._vector = torch.zeros(5 + layers * (2 * E + 2), dtype=torch.float64, device=device)
-        # Cross entropy, auxiliary loss, targets, stop requests, the head's z-loss.
-        self._totals = self._vector[:5]
-        rows = self._vector[5:].view(layers, 2 * E + 2)
+        self._vector = torch.zeros(6 + layers * (2 * E + 2), dtype=torch.float64, device=device)
+        # Cross entropy, auxiliary loss, targets, stop requests, the head's z-loss, routes
+        # that found no room.
+        self._totals = self._vector[:6]
+        rows = self._vector[6:].view(layers, 2 * E + 2)
         self._counts_LE = rows[:, :E]
         self._mass_LE = rows[:, E : 2 * E]
         self._losses_L2 = rows[:, 2 * E :]  # balance loss and z-loss
@@ -63,6 +65,10 @@ class StepStatistics:
     def add_head_z_loss(self, loss: torch.Tensor) -> None:
         """Add a microbatch's share of the head's mean z-loss, before its coefficient."""
         self._totals[4] += loss.detach()
+
+    def add_dropped(self, num_routes: torch.Tensor) -> None:
+        """Add a layer's routes that found no room at their experts' rank."""
+        self._totals[5] += num_routes
 
     def add_auxiliary(self, loss: torch.Tensor) -> None:
         """Add a microbatch's share of the weighted auxiliary losses."""
@@ -107,8 +113,8 @@ class StepStatistics:
 
         Reads the device, as `layers` does; call after the reduction over the world.
         """
-        loss, auxiliary, tokens, stops, head_z_loss = self._totals.tolist()
-        return StepTotals(loss, auxiliary, round(tokens), stops > 0, head_z_loss)
+        loss, auxiliary, tokens, stops, head_z_loss, dropped = self._totals.tolist()
+        return StepTotals(loss, auxiliary, round(tokens), stops > 0, head_z_loss, round(dropped))
 
     def layers(self) -> list[LayerBalance]:
         """Return how each routed layer used its experts."""

@@ -25,6 +25,7 @@ from olmo_trainer.config import (
     LayoutConfig,
     MoEConfig,
     OneFOneB,
+    RowwiseDispatcher,
     TrainerConfig,
 )
 from olmo_trainer.data import Batch
@@ -172,6 +173,8 @@ def case_config(config: TrainerConfig, case: Case) -> TrainerConfig:
     schedule = config.layout.schedule if pipeline > 1 else OneFOneB()
     tree = config.model_dump(mode="json")
     dispatcher = config.layout.dispatcher if expert > 1 else AutoDispatcher()
+    if isinstance(dispatcher, RowwiseDispatcher):  # what is dropped depends on the layout
+        dispatcher = RowwiseDispatcher(timeout_s=dispatcher.timeout_s)
     tree["layout"] = LayoutConfig(
         data=data, expert=expert, pipeline=pipeline, schedule=schedule, dispatcher=dispatcher
     ).model_dump(mode="json")

@@ -5,6 +5,7 @@ report's merge rule (equation 83). The layer knows no ranks: its dispatcher brin
 experts that live here, wherever their tokens are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,8 @@ class MoE(nn.Module):
         shared: The shared expert, or `None`.
         pack: Keeps the activations of `Experts` in another form; `None` = as they are.
         recompute_experts: Keep the experts' rows and compute what is inside them again.
+        count_dropped: Called with the number of routes that found no room (0-d, on the device), in
+            each forward with gradients that is not a recomputed one.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class MoE(nn.Module):
         *,
         pack: SavedActivationPacker | None = None,
         recompute_experts: bool = False,
+        count_dropped: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         super().__init__()
         self.router = router
@@ -56,6 +60,7 @@ class MoE(nn.Module):
         self.shared = shared
         self.pack = pack
         self.recompute_experts = recompute_experts
+        self.count_dropped = count_dropped
 
     def forward(
         self, x_TD: torch.Tensor, mask_T: torch.Tensor, memory: RouteMemory | None = None
@@ -72,6 +77,8 @@ class MoE(nn.Module):
         if memory is not None:
             memory.expert_ids_TK = routing.expert_ids_TK
         sent = self.dispatcher.dispatch(x_TD, routing.expert_ids_TK, routing.weights_TK)
+        if self.count_dropped is not None and torch.is_grad_enabled() and chosen is None:
+            self.count_dropped(sent.num_dropped)
         row_weights_R = sent.row_weights_R.to(x_TD.dtype)
         if self.recompute_experts and torch.is_grad_enabled():
             rows_RD = checkpoint(
