@@ -19,6 +19,13 @@ LAYOUTS = {
         "batch.accumulation=4",
         "layout.schedule.kind=interleaved",
     ],
+    "zero bubble": [
+        "layout.pipeline=2",
+        "batch.accumulation=4",
+        "layout.schedule.kind=zero_bubble_v",
+    ],
+    "rowwise": ["layout.expert=2", "layout.dispatcher.kind=rowwise"],
+    "recompute": ["layout.expert=2", "recompute.kind=blocks"],
 }
 
 
@@ -50,6 +57,20 @@ def test_one_gpu_trains_in_bf16_as_in_fp32(tmp_path):
     fp32 = _train(tmp_path / "fp32", "precision.parameters=fp32")
     assert bf16 == pytest.approx(fp32, rel=2e-2)
     assert bf16 != fp32
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_gpu_runs_every_choice_that_needs_no_other(tmp_path):
+    plain = _train(tmp_path / "plain")
+    recomputed = _train(tmp_path / "recomputed", "recompute.kind=experts")
+    assert recomputed == pytest.approx(plain, rel=1e-3)
+    settings = ("precision.mxfp8=experts,shared", "recompute.kind=blocks", "guard.kind=skip")
+    assert _train(tmp_path / "mxfp8", *settings) == pytest.approx(plain, rel=3e-2)
+    packed = _train(tmp_path / "packed", "precision.saved=mxfp8", "batch.accumulation=2")
+    assert packed == pytest.approx(plain, rel=2e-2)
+    muon = _train(tmp_path / "muon", "optimizer.kind=muon", "optimizer.moments=bf16")
+    assert muon[-1] < muon[0]
 
 
 @pytest.mark.multigpu

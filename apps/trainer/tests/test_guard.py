@@ -112,6 +112,25 @@ def test_a_bad_step_moves_no_bit_and_is_counted(
     assert int(later["step"]) == 4  # of the optimizer, before step 6
 
 
+def test_a_batch_that_gives_nan_everywhere_is_left_out(make_config, tmp_path, monkeypatch):
+    def accumulate(assembly, batches, *, stop=False):
+        weight = dict(assembly.parameters)["embedding.weight"].data
+        whole = weight.clone()
+        if assembly.optimizer.num_steps == 1 and not poisoned:
+            poisoned.append(weight[batches[0].tokens_BS[0, 3]].fill_(math.nan))
+        accumulate_gradients(assembly, batches, stop=stop)
+        weight.copy_(whole)
+
+    poisoned: list[torch.Tensor] = []
+    monkeypatch.setattr(loop, "accumulate_gradients", accumulate)
+    said = _train(make_config(*SKIP, "steps=4"))
+    assert "step 2 is left out: loss not finite, norm not finite\n" in said
+    steps = _steps(tmp_path / "run")
+    assert [each.skipped for each in steps] == [0, 1, 0, 0]
+    assert math.isnan(steps[1].loss)
+    assert all(math.isfinite(steps[index].loss) for index in (0, 2, 3))
+
+
 def test_a_resume_remembers_what_the_guard_saw(make_config, tmp_path, spoil):
     config = make_config(*SKIP, "steps=8", "run.save_every=4")
     straight = spoil({3: _nan_gradient, 6: _loss_spike})

@@ -4,7 +4,8 @@ import pytest
 import torch
 from olmo_distopt import reference
 from olmo_trainer.build import Assembly, assemble
-from olmo_trainer.checkpoint import state_of
+from olmo_trainer.checkpoint import load_checkpoint, save_checkpoint, state_of
+from olmo_trainer.checkpoint_manifest import CheckpointError, read_manifest
 from olmo_trainer.config import MuonConfig
 from olmo_trainer.data import Batch
 from olmo_trainer.mesh import create_mesh
@@ -136,6 +137,22 @@ def test_muon_keeps_one_momentum_for_hidden_matrices_and_adamw_two_for_the_rest(
         hidden = _is_hidden(name, parameter)
         assert (f"momentum.{name}" in state) == hidden, name
         assert (f"exp_avg_sq.{name}" in state) != hidden, name
+
+
+def test_a_resume_may_change_the_dtype_of_moments_but_not_the_optimizer(tmp_path):
+    saved = _assembly()
+    _step(saved)
+    manifest = read_manifest(
+        save_checkpoint(saved, tmp_path, 1, data_fingerprint="", versions={"torch": "any"})
+    )
+    smaller = _assembly("optimizer.moments=bf16")
+    load_checkpoint(smaller, manifest)
+    moments = state_of(saved)
+    for key, shard in state_of(smaller).items():
+        if key.startswith("exp_avg"):
+            assert torch.equal(shard.local, moments[key].local.bfloat16()), key
+    with pytest.raises(CheckpointError, match=r"tensor exp_avg\.\S+ has \d+ elements there"):
+        load_checkpoint(_assembly("optimizer.kind=muon"), manifest)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

@@ -159,6 +159,13 @@ def test_packed_activations_take_33_bytes_of_128_and_move_gradients_little(plain
     assert fewer == len(packed) * 2 // 3  # a recomputed layer packs nothing
 
 
+def test_packed_activations_survive_a_split_backward():
+    _, whole = _run(*PACKED)
+    _, split = _run(*PACKED, "layout.schedule.kind=zero_bubble_h1")
+    for name, gradient in whole.items():
+        assert torch.equal(split[name], gradient), name
+
+
 def test_mxfp8_experts_pack_by_their_recipe():
     part = _assembly(*PACKED, "precision.mxfp8=experts").stages[0].part
     experts = [each for each in part.modules() if isinstance(each, MXExperts)]
