@@ -4,10 +4,18 @@ import copy
 
 import pytest
 import torch
+from olmo_trainer.cli import main
 from olmo_trainer.overrides import apply_overrides
 from olmo_trainer.recipes import nano
 from olmo_trainer.verify import Measured, check_config
-from olmo_trainer.verify_choices import CHOICES, Choice, choice_config, judge, verify_choices
+from olmo_trainer.verify_choices import (
+    CHOICES,
+    Choice,
+    ChoiceVerdict,
+    choice_config,
+    judge,
+    verify_choices,
+)
 
 # Keys of two heads fill a block of MXFP8.
 WIDE = ("model.attention.num_kv_heads=2",)
@@ -110,3 +118,29 @@ def test_the_judge_catches(choice, fault, size, message):
         assert not faults
     else:
         assert any(message in each for each in faults), faults
+
+
+@pytest.mark.parametrize("fault", [(), ("gradient: ratio 2.0000",)], ids=["good", "bad"])
+def test_the_command_says_and_returns_what_was_found(monkeypatch, capsys, fault):
+    found = [ChoiceVerdict(NEAR, 5.5, 1.0, 0.03, ()), ChoiceVerdict(SAME, 5.5, 1.0, 0.0, fault)]
+    monkeypatch.setattr("olmo_trainer.verify.verify", lambda config: [])
+    monkeypatch.setattr(
+        "olmo_trainer.verify_choices.verify_choices",
+        lambda config: (found, {"mxfp8 attention": "too narrow"}),
+    )
+    assert main(["verify", "nano"]) == bool(fault)
+    out = capsys.readouterr().out
+    near, same = (line.split() for line in out.splitlines() if line.startswith(("near ", "same ")))
+    assert near == [
+        "near",
+        "1",
+        "1",
+        "1",
+        "ragged",
+        "5.500000",
+        *["1.00000", "3.0e-02", "0.3", "near"],
+    ]
+    assert same[-2:] == ["-", "differs" if fault else "same"]
+    assert "mxfp8 attention: not compared, it does not fit: too narrow" in out
+    assert ("same: gradient: ratio 2.0000" in out) == bool(fault)
+    assert ("1 of 2 choices differ" in out) == bool(fault)
