@@ -32,6 +32,7 @@ from olmo_trainer.guard import Guard
 from olmo_trainer.mesh import Mesh
 from olmo_trainer.model.attention import Attention
 from olmo_trainer.model.block import Block
+from olmo_trainer.model.context_exchange import ContextExchange
 from olmo_trainer.model.feed_forward import FeedForward
 from olmo_trainer.model.initialize import initialize
 from olmo_trainer.model.moe import MoE
@@ -100,6 +101,7 @@ def build_part(
     *,
     num_expert_ranks: int,
     count_dropped: Callable[[torch.Tensor], None] | None = None,
+    exchange: ContextExchange | None = None,
 ) -> Transformer:
     """Return layers `layers` of the model on the CPU in FP32, not yet initialised.
 
@@ -123,8 +125,13 @@ def build_part(
         return layer
 
     def attention(index: int) -> nn.Module:
-        window = model.attention.window_of(index)
-        layer = Attention(model.d_model, model.attention, model.norm_eps, window=window)
+        layer = Attention(
+            model.d_model,
+            model.attention,
+            model.norm_eps,
+            window=model.attention.window_of(index),
+            exchange=exchange,
+        )
         if "attention" in mxfp8:
             quantise(layer, "query", "key", "value", "out")
         return layer
@@ -167,7 +174,9 @@ def build_part(
             norms=model.norms,
         )
 
-    return Transformer(model, layers, block, recomputed=config.recomputed_layers)
+    num_context = 1 if exchange is None else exchange.num_ranks
+    recomputed = config.recomputed_layers
+    return Transformer(model, layers, block, recomputed=recomputed, num_context=num_context)
 
 
 def is_expert(name: str) -> bool:
@@ -229,6 +238,8 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
     `config` must have passed `for_world`.
     """
     dtype = precision_of(config, mesh.device)
+    context_group = mesh.context_group if mesh.num_context > 1 else None
+    exchange = None if context_group is None else ContextExchange(context_group)
     schedule = build_schedule(config.layout, config.batch.accumulation)
     dispatcher = build_dispatcher(
         config,
@@ -247,14 +258,19 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
             dispatcher,
             num_expert_ranks=mesh.num_expert,
             count_dropped=statistics.add_dropped,
+            exchange=exchange,
         )
         initialize(part, config.seed, first_expert=first_expert)
         stages[index] = Stage(
-            part.to(mesh.device), config.model.moe, statistics, head_z_loss=config.loss.z_loss
+            part.to(mesh.device),
+            config.model.moe,
+            statistics,
+            head_z_loss=config.loss.z_loss,
+            context_group=context_group,
         )
     named = [pair for stage in stages.values() for pair in stage.part.named_parameters()]
     groups = ReplicaGroups(
-        {"dense": mesh.data_group, "experts": mesh.expert_replica_group},
+        {"dense": mesh.dense_replica_group, "experts": mesh.expert_replica_group},
         lambda name, _: "experts" if is_expert(name) else "dense",
     )
     caches = WeightCaches()

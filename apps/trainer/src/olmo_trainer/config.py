@@ -63,6 +63,11 @@ class AttentionConfig(Config):
         default=0, ge=0, description="every n-th layer sees all positions; 0 = none does"
     )
 
+    def divides_over(self, context: int) -> bool:
+        """Whether `context` ranks can share the heads; several may hold one key/value head."""
+        shares = self.num_kv_heads % context == 0 or context % self.num_kv_heads == 0
+        return self.num_heads % context == 0 and shares
+
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.num_heads % self.num_kv_heads:
@@ -291,6 +296,8 @@ class TrainerConfig(Config):
                 f"model.num_layers ({model.num_layers}) must be at least the number of pipeline "
                 f"stages, layout.pipeline * stages a rank ({layout.num_stages})"
             )
+        if layout.context > 1:
+            self._context_fits()
         if self.precision.mxfp8:
             self._mxfp8_fits()
         self._recompute_fits()
@@ -299,6 +306,21 @@ class TrainerConfig(Config):
         if layout.dispatcher.kind == "deepep":
             self._deepep_fits()
         return self
+
+    def _context_fits(self) -> None:
+        """Each context rank holds as many positions, and for attention as many heads, as others."""
+        context, attention = self.layout.context, self.model.attention
+        if self.data.sequence_length % context:
+            raise ValueError(
+                f"layout.context ({context}) must divide data.sequence_length "
+                f"({self.data.sequence_length})"
+            )
+        if not attention.divides_over(context):
+            raise ValueError(
+                f"layout.context ({context}) must divide model.attention.num_heads "
+                f"({attention.num_heads}), and divide num_kv_heads ({attention.num_kv_heads}) or "
+                "be a multiple of it; lower layout.context"
+            )
 
     @property
     def recomputed_layers(self) -> frozenset[int]:
@@ -377,20 +399,26 @@ class TrainerConfig(Config):
                 f"({world}); "
                 "start as many with torchrun --nproc-per-node, or --set layout.pipeline=1"
             )
+        if world // layout.pipeline % layout.context:
+            raise ValueError(
+                f"layout.context ({layout.context}) must divide the ranks of a pipeline stage, "
+                f"world / pipeline ({world // layout.pipeline}); start as many with torchrun "
+                "--nproc-per-node, or --set layout.context=1"
+            )
         if world == 1 and layout.dispatcher.kind == "all_to_all":
             raise ValueError(
                 "layout.dispatcher = 'all_to_all' needs more than one process; use 'auto'"
             )
-        data = layout.data or world // layout.pipeline
-        if data * layout.pipeline != world:
+        data = layout.data or world // (layout.pipeline * layout.context)
+        if data * layout.context * layout.pipeline != world:
             raise ValueError(
-                f"layout.data ({data}) * layout.pipeline ({layout.pipeline}) must be the number of "
-                f"processes ({world})"
+                f"layout.data ({data}) * layout.context ({layout.context}) * layout.pipeline "
+                f"({layout.pipeline}) must be the number of processes ({world})"
             )
-        if data % layout.expert:
+        if data * layout.context % layout.expert:
             raise ValueError(
-                f"layout.expert ({layout.expert}) must divide the data ranks, "
-                f"world / pipeline ({data})"
+                f"layout.expert ({layout.expert}) must divide the ranks of a pipeline stage, "
+                f"data * context ({data} * {layout.context})"
             )
         share = data * self.batch.accumulation
         if self.batch.sequences % share:

@@ -79,10 +79,18 @@ PipelineScheduleConfig = Annotated[
 
 
 class LayoutConfig(Config):
-    """How the ranks divide the work: `data * pipeline = world`, and `expert` divides `data`."""
+    """How the ranks divide the work: `data * context * pipeline = world`.
 
-    data: int | None = Field(default=None, ge=1, description="data ranks; none = world / pipeline")
-    expert: int = Field(default=1, ge=1, description="ranks that share the experts, within `data`")
+    The experts fold the same ranks another way: `expert` divides `data * context`.
+    """
+
+    data: int | None = Field(
+        default=None, ge=1, description="data ranks; none = world / (context * pipeline)"
+    )
+    context: int = Field(default=1, ge=1, description="ranks that share each sequence")
+    expert: int = Field(
+        default=1, ge=1, description="ranks that share the experts, of `data * context`"
+    )
     pipeline: int = Field(default=1, ge=1)
     schedule: PipelineScheduleConfig = OneFOneB()
     dispatcher: DispatcherConfig = AutoDispatcher()
@@ -105,6 +113,11 @@ class LayoutConfig(Config):
                 "'one_f_one_b'"
             )
         return self
+
+    def describe(self) -> str:
+        """Return the sizes in a few words."""
+        context = f" x context {self.context}" if self.context > 1 else ""
+        return f"data {self.data}{context} x expert {self.expert} x pipeline {self.pipeline}"
 
     @property
     def num_stages(self) -> int:

@@ -25,7 +25,7 @@ def print_config(config: TrainerConfig, console: Console) -> None:
     console.print(f"\nparameters  {counts.total:,} total, {counts.active:,} active a token")
     console.print(f"operations  {flops:,.0f} a token, forward and backward")
     console.print(
-        f"layout      data {layout.data} x expert {layout.expert} x pipeline {layout.pipeline}",
+        f"layout      {layout.describe()}",
     )
     for rank, parts in enumerate(layers_of_ranks(config)):
         stages = " and ".join(f"{part.start}..{part.stop - 1}" for part in parts)
@@ -56,7 +56,7 @@ def print_manifest(manifest: Manifest, console: Console) -> None:
     )
     layout = config.layout
     console.print(
-        f"saved by    data {layout.data} x expert {layout.expert} x pipeline {layout.pipeline}; "
+        f"saved by    {layout.describe()}; "
         + ", ".join(f"{name} {value}" for name, value in manifest.versions.items()),
         soft_wrap=True,
     )
@@ -80,9 +80,13 @@ def print_recipes(console: Console) -> None:
 
 def print_verdicts(verdicts: "Sequence[Verdict]", tolerance: str, console: Console) -> None:
     """Print each layout beside the one-process run, and what differs by more than `tolerance`."""
-    row = "{:>4} {:>6} {:>4} {:>5}  {:<11} {:>9}  {:>18} {:>8} {:>8} {:>8}  {:<7} {:<7} {}".format
-    heads = ("data", "expert", "pipe", "accum", "batch", "loss", "gradient ratios", "distance")
-    lines = [row(*heads, "norm", "aux grad", "bias", "counts", "verdict")]
+    columns = (
+        "{:>4} {:>6} {:>4} {:>3} {:>5}  {:<11} {:>9}  {:>18} {:>8} {:>8} {:>8}  {:<7} {:<7} {}"
+    )
+    row = columns.format
+    layout = ("data", "expert", "pipe", "ctx")
+    heads = ("accum", "batch", "loss", "gradient ratios", "distance", "norm", "aux grad", "bias")
+    lines = [row(*layout, *heads, "counts", "verdict")]
     for each in verdicts:
         ratios = each.ratios.values()
         line = row(

@@ -179,7 +179,7 @@ class _Run:
         assembly, mesh, config = self.assembly, self.mesh, self.config
         began = time.perf_counter()
         batches = [
-            batch.to(mesh.device, non_blocking=True)
+            batch.context_part(mesh.context, mesh.num_context).to(mesh.device, non_blocking=True)
             for batch in self.data.microbatches(
                 step - 1,
                 num_replicas=mesh.num_data,
@@ -223,7 +223,7 @@ class _Run:
         began, mesh, config = time.perf_counter(), self.mesh, self.config
         per_rank = config.batch.sequences // (mesh.num_data * config.batch.accumulation)
         batches = [
-            batch.to(mesh.device)
+            batch.context_part(mesh.context, mesh.num_context).to(mesh.device)
             for batch in self.data.heldout_batches(
                 per_rank,
                 num_replicas=mesh.num_data,
@@ -257,8 +257,7 @@ class _Run:
         where = f"{self.mesh.device}, {str(self.assembly.dtype).removeprefix('torch.')}"
         self.console.print(
             f"{self.config.name}: {counts.total:,} parameters, {counts.active:,} active a token; "
-            f"{self.data.describe(self.config.steps)}; data {layout.data} x expert {layout.expert} "
-            f"x pipeline {layout.pipeline} on {where}"
+            f"{self.data.describe(self.config.steps)}; {layout.describe()} on {where}"
             + (f"; continuing {self.folder} after step {step}" if step else ""),
             soft_wrap=True,
         )

@@ -1,16 +1,18 @@
 """World to groups: the only place that knows ranks.
 
-The world is `pipeline x data`, pipeline outermost, so that the ranks of a stage are neighbours; the
-data ranks of a stage are `expert replicas x expert shards`, shards innermost (report, section 7):
+The world is `pipeline x stage`, pipeline outermost, so that the ranks of a stage are neighbours.
+The ranks of a stage are folded in two ways (report, section 7): `data x context` for all but the
+experts, `expert replicas x expert shards` for these; the second is innermost in each:
 
-    rank = pipeline * D + data,        data = replica * M_E + expert,        D = D_E * M_E
+    rank = pipeline * D C + s,   s = data * C + context = replica * M_E + expert,   D C = D_E M_E
 
-Four groups follow, each by the ranks that share the other coordinates:
+So expert shards may lie within a context group, be one, or span several. Five groups follow:
 
-* `data` (D): the same layers; they hold replicas of dense parameters.
+* `dense_replicas` (D C): the same layers; they hold replicas of dense parameters.
+* `context` (C): parts of the same sequences; attention exchanges heads.
 * `expert` (M_E): different experts of the same layers; they exchange rows.
 * `expert_replicas` (D_E): the same experts; they hold replicas of expert parameters.
-* `pipeline` (P): the same data, different layers.
+* `pipeline` (P): the same tokens, different layers.
 """
 
 from collections.abc import Callable
@@ -30,12 +32,15 @@ class Mesh:
     world: int
     data: int
     num_data: int
+    context: int
+    num_context: int
     expert: int
     num_expert: int
     pipeline: int
     device: torch.device
     world_group: dist.ProcessGroup | None = None
-    data_group: dist.ProcessGroup | None = None
+    dense_replica_group: dist.ProcessGroup | None = None
+    context_group: dist.ProcessGroup | None = None
     expert_group: dist.ProcessGroup | None = None
     expert_replica_group: dist.ProcessGroup | None = None
     pipeline_group: dist.ProcessGroup | None = None
@@ -51,10 +56,10 @@ class Mesh:
             dist.all_reduce(tensor, group=self.world_group)
         return tensor
 
-    def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add `tensor` over the data ranks of this stage, in place."""
-        if self.data_group is not None:
-            dist.all_reduce(tensor, group=self.data_group)
+    def sum_over_stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add `tensor` over the ranks of this stage, which hold all tokens once, in place."""
+        if self.dense_replica_group is not None:
+            dist.all_reduce(tensor, group=self.dense_replica_group)
         return tensor
 
     def barrier(self) -> None:
@@ -77,9 +82,12 @@ def create_mesh(layout: LayoutConfig, device: torch.device) -> Mesh:
     Collective over the default group. `layout.data` must be set (`TrainerConfig.for_world`).
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    num_data, num_expert = layout.data or world // layout.pipeline, layout.expert
-    pipeline, data = divmod(rank, num_data)
-    expert = data % num_expert
+    num_context, num_expert = layout.context, layout.expert
+    num_data = layout.data or world // (layout.pipeline * num_context)
+    num_stage = num_data * num_context
+    pipeline, place = divmod(rank, num_stage)
+    data, context = divmod(place, num_context)
+    expert = place % num_expert
 
     def group(key: Callable[[int], tuple[int, ...]]) -> dist.ProcessGroup | None:
         # Every rank creates every group, in the same order, and keeps the one it is a member of.
@@ -98,13 +106,16 @@ def create_mesh(layout: LayoutConfig, device: torch.device) -> Mesh:
         world=world,
         data=data,
         num_data=num_data,
+        context=context,
+        num_context=num_context,
         expert=expert,
         num_expert=num_expert,
         pipeline=pipeline,
         device=device,
         world_group=dist.group.WORLD if dist.is_initialized() else None,
-        data_group=group(lambda r: (r // num_data,)),
+        dense_replica_group=group(lambda r: (r // num_stage,)),
+        context_group=group(lambda r: (r // num_context,)),
         expert_group=group(lambda r: (r // num_expert,)),
-        expert_replica_group=group(lambda r: (r // num_data, r % num_expert)),
-        pipeline_group=group(lambda r: (r % num_data,)),
+        expert_replica_group=group(lambda r: (r // num_stage, r % num_expert)),
+        pipeline_group=group(lambda r: (r % num_stage,)),
     )

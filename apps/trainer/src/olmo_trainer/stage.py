@@ -15,7 +15,8 @@ over the tokens that have a target, as the cross entropy is.
 from dataclasses import dataclass
 
 import torch
-from olmo_routing import Routing, balance_loss, router_z_loss
+import torch.distributed as dist
+from olmo_routing import Routing, balance_loss, route_fractions, router_z_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -36,7 +37,10 @@ class Microbatch:
 
 
 class Stage(nn.Module):
-    """A part of the model with its share of the losses."""
+    """A part of the model with its share of the losses.
+
+    `context_group` holds the other parts of the sequences: balance is measured over all of them.
+    """
 
     def __init__(
         self,
@@ -45,8 +49,10 @@ class Stage(nn.Module):
         statistics: StepStatistics,
         *,
         head_z_loss: float = 0.0,
+        context_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        self.context_group = context_group
         self.part = part
         self.moe = moe
         self.head_z_loss = head_z_loss
@@ -93,8 +99,21 @@ class Stage(nn.Module):
         sequences = len(mask_BS) if self.moe.balance_scope == "sequence" else 1
         terms: list[torch.Tensor] = []
         for layer, routing in routings.items():
+            fractions_BE = None
+            if self.context_group is not None:
+                fractions_BE = route_fractions(
+                    routing.expert_ids_TK,
+                    self.moe.num_experts,
+                    mask_T=mask_T,
+                    num_sequences=sequences,
+                    group=self.context_group,
+                )
             balance = share * balance_loss(
-                routing.scores_TE, routing.expert_ids_TK, mask_T=mask_T, num_sequences=sequences
+                routing.scores_TE,
+                routing.expert_ids_TK,
+                mask_T=mask_T,
+                num_sequences=sequences,
+                fractions_BE=fractions_BE,
             )
             z = share * router_z_loss(routing.logits_TE, mask_T=mask_T)
             self.statistics.add_routing(layer, routing, mask_T, balance, z)

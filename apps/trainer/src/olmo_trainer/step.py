@@ -40,7 +40,7 @@ def count_tokens(assembly: Assembly, batches: Sequence[Batch]) -> tuple[torch.Te
             torch.stack([batch.mask_BS.sum() for batch in batches]).sum(),
         )
     ).to(torch.float32)
-    loss_tokens, real_tokens = assembly.mesh.sum_over_data(totals)
+    loss_tokens, real_tokens = assembly.mesh.sum_over_stage(totals)
     return loss_tokens, real_tokens
 
 

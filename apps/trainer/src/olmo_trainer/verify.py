@@ -13,7 +13,7 @@ has no token at all, and the last expert of each layer is never chosen.
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,30 @@ from olmo_trainer.open_data import open_data
 from olmo_trainer.overrides import parse_config
 from olmo_trainer.step import accumulate_gradients, gradient_norm, update_biases
 
-# Data ranks, expert ranks within them, pipeline ranks.
-LAYOUTS = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (2, 2, 2))
+
+class Layout(NamedTuple):
+    """Sizes of a layout; `expert` divides `data * context`."""
+
+    data: int
+    expert: int
+    pipeline: int
+    context: int = 1
+
+    @property
+    def world(self) -> int:
+        """Number of processes."""
+        return self.data * self.context * self.pipeline
+
+
+LAYOUTS = (
+    Layout(1, 1, 1),
+    Layout(2, 1, 1),
+    Layout(2, 2, 1),
+    Layout(1, 1, 2),
+    Layout(2, 2, 2),
+    Layout(1, 2, 1, context=2),
+    Layout(2, 4, 1, context=2),
+)
 ACCUMULATIONS = (1, 3)
 SCENARIOS = ("ragged", "silent rank")
 # Divisible by every data size times accumulation of the above.
@@ -58,14 +80,9 @@ SILENT_BIAS = -1e4
 class Case:
     """One run to compare."""
 
-    layout: tuple[int, int, int]
+    layout: Layout
     accumulation: int
     scenario: str
-
-    @property
-    def world(self) -> int:
-        """Number of processes."""
-        return self.layout[0] * self.layout[2]
 
 
 @dataclass
@@ -100,21 +117,30 @@ class Verdict:
 
 def verify(
     config: TrainerConfig,
-    layouts: Iterable[tuple[int, int, int]] = LAYOUTS,
+    layouts: Iterable[tuple[int, ...]] | None = None,
     accumulations: Sequence[int] = ACCUMULATIONS,
 ) -> list[Verdict]:
     """Compare `config` under each layout and accumulation with one process; one verdict a case.
+
+    Args:
+        config: The run.
+        layouts: Sizes as `Layout` takes them; `None`: `LAYOUTS`, of those with context ranks only
+            the ones that divide the attention heads.
+        accumulations: Microbatches a rank.
 
     Raises:
         ValueError: The configuration does not divide into a layout.
     """
     config = check_config(config)
-    layouts = list(layouts)
+    if layouts is None:
+        attention = config.model.attention
+        layouts = [each for each in LAYOUTS if attention.divides_over(each.context)]
+    layouts = [Layout(*each) for each in layouts]
     for layout, accumulation in itertools.product(layouts, accumulations):
         case_config(config, Case(layout, accumulation, SCENARIOS[0]))
     batch = open_data(config).global_batch(0)
     scenarios = {name: make_scenario(batch, name, pad_id=0) for name in SCENARIOS}
-    alone = [Case((1, 1, 1), 1, name) for name in SCENARIOS]
+    alone = [Case(Layout(1, 1, 1), 1, name) for name in SCENARIOS]
     measured = run_local_ranks(measure_cases, 1, config, alone, scenarios)[0]
     references = dict[str, Measured](zip(SCENARIOS, measured, strict=True))
     expects_auxiliary = config.loss.z_loss > 0 or (
@@ -126,7 +152,7 @@ def verify(
     verdicts = []
     for layout in layouts:
         cases = [Case(layout, a, s) for a in accumulations for s in SCENARIOS]
-        measured = run_local_ranks(measure_cases, cases[0].world, config, cases, scenarios)[0]
+        measured = run_local_ranks(measure_cases, layout.world, config, cases, scenarios)[0]
         verdicts += [
             compare(case, each, references[case.scenario])
             for case, each in zip(cases, measured, strict=True)
@@ -169,17 +195,16 @@ def check_config(config: TrainerConfig) -> TrainerConfig:
 
 def case_config(config: TrainerConfig, case: Case) -> TrainerConfig:
     """Return the configuration of a case; raise `ValueError` when it does not divide."""
-    data, expert, pipeline = case.layout
-    schedule = config.layout.schedule if pipeline > 1 else OneFOneB()
+    sizes = case.layout
+    schedule = config.layout.schedule if sizes.pipeline > 1 else OneFOneB()
     tree = config.model_dump(mode="json")
-    dispatcher = config.layout.dispatcher if expert > 1 else AutoDispatcher()
+    dispatcher = config.layout.dispatcher if sizes.expert > 1 else AutoDispatcher()
     if isinstance(dispatcher, RowwiseDispatcher):  # what is dropped depends on the layout
         dispatcher = RowwiseDispatcher(timeout_s=dispatcher.timeout_s)
-    tree["layout"] = LayoutConfig(
-        data=data, expert=expert, pipeline=pipeline, schedule=schedule, dispatcher=dispatcher
-    ).model_dump(mode="json")
+    layout = LayoutConfig(**sizes._asdict(), schedule=schedule, dispatcher=dispatcher)
+    tree["layout"] = layout.model_dump(mode="json")
     tree["batch"]["accumulation"] = case.accumulation
-    return parse_config(tree).for_world(case.world)
+    return parse_config(tree).for_world(sizes.world)
 
 
 def make_scenario(batch: Batch, name: str, *, pad_id: int) -> Batch:
@@ -218,7 +243,8 @@ def measure(config: TrainerConfig, batch: Batch, *, rate: float = 0.0) -> Measur
         bias.bias_E[-1] = SILENT_BIAS
     mesh, accumulation = assembly.mesh, config.batch.accumulation
     batches = split_batch(batch, mesh.num_data * accumulation)
-    batches = batches[mesh.data * accumulation : (mesh.data + 1) * accumulation]
+    mine = batches[mesh.data * accumulation : (mesh.data + 1) * accumulation]
+    batches = [each.context_part(mesh.context, mesh.num_context) for each in mine]
     accumulate_gradients(assembly, batches, loss_scale=0.0)
     auxiliary_gradients = gather_gradients(assembly)
     accumulate_gradients(assembly, batches)

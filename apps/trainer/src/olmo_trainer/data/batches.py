@@ -45,6 +45,7 @@ class Batch:
         mask_BS: bool; True = a real token that has a target, False = padding.
         documents_BS: int32, the number of the token's document in its sequence, from 0 or 1,
             never falling; padding has numbers of its own. `None` = attend to the whole sequence.
+            Of the whole sequence where `context_part` has cut the others.
     """
 
     tokens_BS: Tensor
@@ -81,6 +82,26 @@ class Batch:
             )
         return cls(
             torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(mask), documents
+        )
+
+    def context_part(self, part: int, num_parts: int) -> "Batch":
+        """Return the positions of one context rank: equal parts of each sequence, in order.
+
+        Documents stay whole, for attention sees all positions.
+
+        Raises:
+            ValueError: The sequence does not divide.
+        """
+        length = self.tokens_BS.shape[1]
+        if length % num_parts:
+            raise ValueError(
+                f"`num_parts` ({num_parts}) must divide the sequence length ({length})."
+            )
+        share = length // num_parts
+        columns = (self.tokens_BS, self.targets_BS, self.mask_BS)
+        return Batch(
+            *(each.narrow(1, part * share, share).contiguous() for each in columns),
+            documents_BS=self.documents_BS,
         )
 
     @property

@@ -1,5 +1,8 @@
 """Causal grouped-query attention: q/k RMSNorm, rotary positions, full or sliding.
 
+Where sequences are cut over context ranks, x is this rank's positions; the exchange gives attention
+all of them for some heads, so that rotary positions, windows and documents are those of a whole.
+
 Shapes: B sequences, S positions, D width, A query heads, G key/value heads, C channels a head.
 Rotary embedding after Su et al., arXiv 2104.09864, in the half-split form.
 """
@@ -8,6 +11,7 @@ import torch
 from torch import nn
 
 from olmo_trainer.config import AttentionConfig
+from olmo_trainer.model.context_exchange import ContextExchange
 from olmo_trainer.model.visibility import Visibility
 
 
@@ -32,10 +36,17 @@ class Attention(nn.Module):
     """Self-attention of one block; x (B, S, D) to (B, S, D)."""
 
     def __init__(
-        self, d_model: int, config: AttentionConfig, norm_eps: float, *, window: int = 0
+        self,
+        d_model: int,
+        config: AttentionConfig,
+        norm_eps: float,
+        *,
+        window: int = 0,
+        exchange: ContextExchange | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        self.exchange = exchange
         self.window = window
         query, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.query = nn.Linear(d_model, query, bias=False)
@@ -48,15 +59,19 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: torch.Tensor, visibility: Visibility) -> torch.Tensor:
         """Attend each position to those it sees."""
+        query = self._normed_heads(self.query(x_BSD), self.query_norm)
+        key = self._normed_heads(self.key(x_BSD), self.key_norm)
+        value = self._heads(self.value(x_BSD))
+        if self.exchange is not None:
+            query, key, value = self.exchange.to_heads(query, key, value)
         cos, sin = rotary_tables(
-            x_BSD.shape[1], self.config.head_dim, self.config.rope_theta, x_BSD.device
+            query.shape[2], self.config.head_dim, self.config.rope_theta, x_BSD.device
         )
         mixed = visibility.attend(
-            rotate(self._normed_heads(self.query(x_BSD), self.query_norm), cos, sin),
-            rotate(self._normed_heads(self.key(x_BSD), self.key_norm), cos, sin),
-            self._heads(self.value(x_BSD)),
-            window=self.window,
+            rotate(query, cos, sin), rotate(key, cos, sin), value, window=self.window
         )
+        if self.exchange is not None:
+            mixed = self.exchange.to_positions(mixed)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from olmo_trainer.model.visibility import Visibility
 class Transformer(nn.Module):
     """Layers `layers` of the model; the first part embeds tokens, the last one makes logits.
 
+    Its S positions are those of `num_context * S` that this context rank holds.
     Of the blocks `recomputed`, by global index, only the input is kept for the backward.
     """
 
@@ -30,9 +31,11 @@ class Transformer(nn.Module):
         make_block: Callable[[int], Block],
         *,
         recomputed: Collection[int] = (),
+        num_context: int = 1,
     ) -> None:
         super().__init__()
         self.recomputed = frozenset(recomputed)
+        self.num_context = num_context
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.num_layers
         if self.is_first:
@@ -62,14 +65,16 @@ class Transformer(nn.Module):
             x: Tokens (B, S) int64 for the first part, hidden states (B, S, D) for a later one.
             mask_BS: Bool, `True` for real tokens.
             documents_BS: Integers, equal within a document and each document one run: no position
-                attends into another one. `None`: a sequence is one document.
+                attends into another one. `None`: a sequence is one document. Of whole sequences,
+                (B, num_context * S).
 
         Returns:
             Hidden states (B, S, D), or logits (B, S, V) from the last part; and the routing of
             each routed layer by its global index.
         """
         hidden = self.embedding(x) if self.is_first else x
-        visibility = Visibility(mask_BS.shape[1], mask_BS.device, documents_BS)
+        num_positions = self.num_context * mask_BS.shape[1]
+        visibility = Visibility(num_positions, mask_BS.device, documents_BS)
         routings: dict[int, Routing] = {}
         for index, block in self.layers.items():
             hidden, routing = self._run(int(index), block, hidden, mask_BS, visibility)
