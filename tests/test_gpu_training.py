@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 LAYOUTS = {
     "data": [],
     "expert": ["layout.expert=2"],
+    "context": ["layout.context=2", "layout.expert=2"],
     "pipeline": ["layout.pipeline=2", "batch.accumulation=4"],
     "interleaved": [
         "layout.pipeline=2",

@@ -1,4 +1,4 @@
-"""The program as torchrun starts it: all three kinds of parallelism at once, then one process."""
+"""The program as torchrun starts it: data, context and expert parallel, then one process."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ def test_four_processes_train_stop_and_continue_in_one(tmp_path):
         *("--set", "run.sample_bytes=0", "--set", "run.heldout_every=0"),
         *("--set", "run.heldout_sequences=8", "--set", "steps=6", "--set", "run.save_every=3"),
     ]
-    layout = ["--set", "layout.pipeline=2", "--set", "layout.expert=2"]
+    layout = ["--set", "layout.context=2", "--set", "layout.expert=4"]
     alone, together, continued = (tmp_path / name for name in ("alone", "together", "continued"))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
     program = [str(ROOT / "apps" / "trainer"), "nano", *settings, *layout]
@@ -35,7 +35,7 @@ def test_four_processes_train_stop_and_continue_in_one(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("data 2 x expert 2 x pipeline 2") == 1
+    assert done.stdout.count("data 2 x context 2 x expert 4 x pipeline 1") == 1
     assert main(["nano", *settings, "--set", f"run.folder={alone}"]) == 0
     half = together / "checkpoints" / "step-00000003"
     assert main(["nano", *settings, "--resume", str(half), "--set", f"run.folder={continued}"]) == 0

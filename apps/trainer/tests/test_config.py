@@ -35,6 +35,8 @@ def test_every_recipe_is_valid_and_named_by_its_key():
         ("model.norms=post", "model.norms = 'post': input should be 'peri' or 'pre'"),
         ("model.moe.route_weights=one", "should be 'mean_one', 'sum_one' or 'scores'"),
         ("layout.expert=3", r"layout.expert \(3\) must divide model.moe.num_experts \(4\)"),
+        ("layout.context=3", r"layout.context \(3\) must divide data.sequence_length \(64\)"),
+        ("layout.context=4", r"context \(4\) must divide model.attention.num_heads \(2\)"),
         ("layout.pipeline=5", r"model.num_layers \(4\) must be at least .* \(5\)"),
         ("layout.schedule.kind=interleaved", "needs pipeline >= 2, got pipeline = 1"),
         (
@@ -70,6 +72,16 @@ def test_a_wrong_setting_names_key_value_and_rule(setting, message):
         apply_overrides(nano(), [setting])
 
 
+def test_key_value_heads_and_context_ranks_divide_one_another():
+    heads = ["model.attention.num_heads=12", "layout.context=4"]
+    for num_kv_heads in (1, 2, 4, 12):
+        settings = [*heads, f"model.attention.num_kv_heads={num_kv_heads}"]
+        config = apply_overrides(nano(), settings).for_world(8)
+        assert (config.layout.data, config.layout.context) == (2, 4)
+    with pytest.raises(ConfigError, match=r"num_kv_heads \(6\) or be a multiple of it"):
+        apply_overrides(nano(), [*heads, "model.attention.num_kv_heads=6"])
+
+
 def test_mxfp8_widths():
     with pytest.raises(ConfigError, match=r"expert_hidden \(40\) must be a multiple of 32"):
         apply_overrides(nano(), ["precision.mxfp8=experts", "model.moe.expert_hidden=40"])
@@ -91,8 +103,11 @@ def test_a_switched_strategy_starts_from_its_own_defaults():
     [
         ([], 0, None),
         (["layout.pipeline=2"], 3, r"layout.pipeline \(2\) must divide .* \(3\)"),
-        (["layout.data=3"], 4, r"layout.data \(3\) \* layout.pipeline \(1\) must be .* \(4\)"),
-        (["layout.expert=4"], 2, r"layout.expert \(4\) must divide the data ranks.* \(2\)"),
+        (["layout.data=3"], 4, r"layout.data \(3\) \* .* must be .* \(4\)"),
+        (["layout.expert=4"], 2, r"expert \(4\) must divide .*, data \* context \(2 \* 1\)"),
+        (["layout.context=2"], 3, r"layout.context \(2\) must divide .* world / pipeline \(3\)"),
+        (["layout.context=2", "layout.expert=4"], 2, r"data \* context \(1 \* 2\)"),
+        (["layout.context=2", "layout.data=2"], 2, r"\(2\) \* layout.context \(2\) \* .* \(2\)"),
         (["batch.sequences=8"], 3, r"batch.sequences \(8\) must be a multiple of .* \(3 \* 1\)"),
         (["layout.dispatcher.kind=all_to_all"], 1, "'all_to_all' needs more than one process"),
         (["batch.accumulation=3"], 1, r"batch.sequences \(8\) .* \(1 \* 3\)"),

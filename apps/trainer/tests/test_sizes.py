@@ -33,6 +33,7 @@ def test_bytes_follow_the_report():
     experts = counts.num_moe_layers * counts.num_experts * counts.expert
     expected = (6 + 12 / 4) * (counts.total - experts) + (6 / 4 + 12 / 4) * experts
     assert _bytes("layout.expert=4", world=4) == pytest.approx(expected)
+    assert _bytes("layout.expert=4", "layout.context=2", world=4) == pytest.approx(expected)
 
 
 def test_stages_cover_the_layers_in_order():
