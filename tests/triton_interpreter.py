@@ -38,6 +38,7 @@ class Interpreter:
         if importlib.util.find_spec("triton") is None:
             pytest.skip("triton is not installed")
         command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
+        command += ["-c", str(self._config.inipath), f"--rootdir={self._config.rootpath}"]
         done = subprocess.run(
             [
                 *command,
