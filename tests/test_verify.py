@@ -15,6 +15,7 @@ from olmo_trainer.verify import (
     Case,
     Measured,
     compare,
+    layouts_for,
     make_scenario,
     verify,
 )
@@ -44,8 +45,8 @@ def test_interleaved_pipeline_sigmoid_gate_and_a_stage_without_routed_layers():
     )
     layout = LayoutConfig(pipeline=2, schedule=InterleavedOneFOneB(chunks=2))
     interleaved = config.model_copy(update={"layout": layout})
-    verdicts = verify(config, [(1, 1, 2), (2, 2, 2)])
-    verdicts += verify(interleaved, [(1, 1, 2), (2, 1, 2)])
+    verdicts = verify(config, [(1, 1, 2), (2, 2, 2)], [3])
+    verdicts += verify(interleaved, [(1, 1, 2), (2, 1, 2)], [3])
     assert not any(each.faults for each in verdicts), _explain(verdicts)
 
 
@@ -68,6 +69,16 @@ def test_a_layout_that_cannot_divide_is_refused():
     config = apply_overrides(nano(), ["model.moe.num_experts=3", "model.moe.top_k=1"])
     with pytest.raises(ValueError, match=r"layout.expert \(2\) must divide"):
         verify(config, [(2, 2, 1)])
+
+
+def test_context_layouts_that_cannot_divide_are_left_out_unless_asked_for():
+    config = nano()
+    assert layouts_for(config) == list(LAYOUTS)
+    for setting in ("data.sequence_length=15", "model.attention.num_heads=3"):
+        config = apply_overrides(nano(), ["model.attention.num_kv_heads=1", setting])
+        assert layouts_for(config) == [each for each in LAYOUTS if each.context == 1]
+        with pytest.raises(ValueError, match=r"layout.context \(2\) must divide"):
+            verify(config, [(1, 1, 1, 2)])
 
 
 def _reference() -> Measured:

@@ -63,11 +63,6 @@ class AttentionConfig(Config):
         default=0, ge=0, description="every n-th layer sees all positions; 0 = none does"
     )
 
-    def divides_over(self, context: int) -> bool:
-        """Whether `context` ranks can share the heads; several may hold one key/value head."""
-        shares = self.num_kv_heads % context == 0 or context % self.num_kv_heads == 0
-        return self.num_heads % context == 0 and shares
-
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.num_heads % self.num_kv_heads:
@@ -315,11 +310,12 @@ class TrainerConfig(Config):
                 f"layout.context ({context}) must divide data.sequence_length "
                 f"({self.data.sequence_length})"
             )
-        if not attention.divides_over(context):
+        heads, shared = attention.num_heads, attention.num_kv_heads
+        # Several ranks may hold the same key/value head.
+        if heads % context or (shared % context and context % shared):
             raise ValueError(
-                f"layout.context ({context}) must divide model.attention.num_heads "
-                f"({attention.num_heads}), and divide num_kv_heads ({attention.num_kv_heads}) or "
-                "be a multiple of it; lower layout.context"
+                f"layout.context ({context}) must divide model.attention.num_heads ({heads}), and "
+                f"divide num_kv_heads ({shared}) or be a multiple of it; lower layout.context"
             )
 
     @property

@@ -124,18 +124,14 @@ def verify(
 
     Args:
         config: The run.
-        layouts: Sizes as `Layout` takes them; `None`: `LAYOUTS`, of those with context ranks only
-            the ones that divide the attention heads.
+        layouts: Sizes as `Layout` takes them; `None`: those of `layouts_for`.
         accumulations: Microbatches a rank.
 
     Raises:
         ValueError: The configuration does not divide into a layout.
     """
     config = check_config(config)
-    if layouts is None:
-        attention = config.model.attention
-        layouts = [each for each in LAYOUTS if attention.divides_over(each.context)]
-    layouts = [Layout(*each) for each in layouts]
+    layouts = layouts_for(config) if layouts is None else [Layout(*each) for each in layouts]
     for layout, accumulation in itertools.product(layouts, accumulations):
         case_config(config, Case(layout, accumulation, SCENARIOS[0]))
     batch = open_data(config).global_batch(0)
@@ -158,6 +154,22 @@ def verify(
             for case, each in zip(cases, measured, strict=True)
         ]
     return verdicts
+
+
+def layouts_for(config: TrainerConfig) -> list[Layout]:
+    """Return `LAYOUTS` without those whose context ranks cannot share this model.
+
+    Not every model's heads divide; data, expert and pipeline ranks are asked for all the same.
+    """
+    return [each for each in LAYOUTS if each.context == 1 or _divides(config, each)]
+
+
+def _divides(config: TrainerConfig, layout: Layout) -> bool:
+    try:
+        case_config(config, Case(layout, 1, SCENARIOS[0]))
+    except ValueError:
+        return False
+    return True
 
 
 def has_auxiliary_gradient(moe: MoEConfig) -> bool:
