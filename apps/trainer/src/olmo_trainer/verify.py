@@ -64,7 +64,7 @@ SCENARIOS = ("ragged", "silent rank")
 # Divisible by every data size times accumulation of the above.
 SEQUENCES = 12
 MAX_LENGTH = 64
-# FP32 sums in another order: the largest distance seen is 6e-7, over all layouts of the toy.
+# FP32 sums in another order: the largest distance seen is 7e-7, over all layouts of the toy.
 GRADIENT_TOLERANCE = 5e-5
 SCALAR_TOLERANCE = 1e-5
 TOLERANCE = (
