@@ -14,9 +14,13 @@ PACKAGES = sorted(path.parent.name for path in Path("packages").glob("*/pyprojec
 
 
 PYTEST = ("pytest", "--numprocesses=2", "--dist=loadgroup")
-# An environment that is new holds no bytecode, and where none may be written every process that a
-# test starts compiles torch's Python again, which takes as long as importing it.
-BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
+ENVIRONMENT = {
+    # A new environment holds no bytecode, and where none may be written every process that a test
+    # starts compiles torch's Python again, which takes as long as importing it.
+    "PYTHONDONTWRITEBYTECODE": "",
+    # Two processes share the cores: threads of torch would only wait for one another.
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def sync(session: nox.Session, *arguments: str) -> None:
@@ -42,14 +46,14 @@ def lint(session: nox.Session) -> None:
 def unit(session: nox.Session, package: str) -> None:
     """One package alone: only its wheel and its declared needs are installed."""
     sync(session, "--no-editable", "--package", package, "--group", "test")
-    session.run(*PYTEST, f"packages/{package}/tests", *session.posargs, env=BYTECODE)
+    session.run(*PYTEST, f"packages/{package}/tests", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
 def compose(session: nox.Session) -> None:
     """The seams between the packages, and the trainer that assembles them."""
     sync(session, "--all-packages", "--group", "test")
-    session.run(*PYTEST, "tests", "apps", *session.posargs, env=BYTECODE)
+    session.run(*PYTEST, "tests", "apps", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(default=False, venv_backend="none")
