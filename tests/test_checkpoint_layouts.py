@@ -83,7 +83,7 @@ def test_every_layout_loads(processes, tmp_path, saved):
     assert len(experts) == 3 * 2 * len(config.moe_layers)
     assert all(manifest.elements[name] % config.moe.num_experts == 0 for name in experts)
     total = 4 * sum(manifest.elements.values())
-    written = sum(size for name, size in manifest.files.items() if name.endswith(".distcp"))
+    written = sum(size for name, size in manifest.files.items() if name.endswith(".safetensors"))
     assert total <= written < 1.5 * total + 100_000
     by_world: dict[int, list[tuple[int, int, int]]] = {}
     for layout in LAYOUTS:

@@ -1,6 +1,7 @@
 """The command line: arguments to a command. Answers `--help` and wrong arguments without torch.
 
-    uv run apps/trainer [train] [RECIPE] [--set a.b=c ...] [--steps N] [--resume [PATH]] [--dry-run]
+    uv run apps/trainer [train] [RECIPE] [--set a.b=c ...] [--steps N] [--dry-run]
+                                [--resume [PATH] | --continue]
     uv run apps/trainer verify [RECIPE] [--set a.b=c ...]
     uv run apps/trainer sample CHECKPOINT [--prompt TEXT] [--bytes N] [--temperature X] [--seed N]
     uv run apps/trainer inspect CHECKPOINT
@@ -79,12 +80,20 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train a recipe (the default command)")
     _add_config(train)
     train.add_argument("--steps", type=int, metavar="N", help="same as --set steps=N")
-    train.add_argument(
+    onward = train.add_mutually_exclusive_group()
+    onward.add_argument(
         "--resume",
         nargs="?",
         const="",
         metavar="PATH",
         help="continue a run folder or checkpoint; without PATH the newest run of the recipe",
+    )
+    onward.add_argument(
+        "--continue",
+        action="store_true",
+        dest="goes_on",
+        help="go on with the newest checkpoint of run.folder, or start when there is none: the "
+        "same command again after a crash",
     )
     train.add_argument(
         "--dry-run", action="store_true", help="print config, parameters and bytes; train nothing"
@@ -176,36 +185,47 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from olmo_trainer.checkpoint_manifest import find_checkpoint, newest_run, read_manifest
+    from olmo_trainer.checkpoint_manifest import (
+        find_checkpoint,
+        newest_manifest,
+        newest_run,
+        read_manifest,
+    )
     from olmo_trainer.overrides import apply_overrides
 
     settings = [*options.settings]
     if options.steps is not None:
         settings.append(f"steps={options.steps}")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     resume = None
-    if options.resume is not None:
-        name = options.recipe or DEFAULT_RECIPE
-        path = Path(options.resume) if options.resume else newest_run(Path("runs") / name)
-        resume = read_manifest(find_checkpoint(path))
-    # A checkpoint brings its configuration; a recipe named beside it replaces that.
-    base = resume.config if resume and options.recipe is None else _recipe(options.recipe)
-    if resume:  # where it is now, with as many ranks as there are: not as it was written
-        run = base.run.model_copy(update={"folder": None})
-        layout = base.layout.model_copy(update={"data": None})
-        base = base.model_copy(update={"run": run, "layout": layout})
-    config = apply_overrides(base, settings).for_world(int(os.environ.get("WORLD_SIZE", "1")))
+    if options.goes_on:
+        config = apply_overrides(_recipe(options.recipe), settings).for_world(world)
+        resume = newest_manifest(config.run.folder)
+    else:
+        if options.resume is not None:
+            name = options.recipe or DEFAULT_RECIPE
+            path = Path(options.resume) if options.resume else newest_run(Path("runs") / name)
+            resume = read_manifest(find_checkpoint(path))
+        # A checkpoint brings its configuration; a recipe named beside it replaces that.
+        base = resume.config if resume and options.recipe is None else _recipe(options.recipe)
+        if resume:  # where it is now, with as many ranks as there are: not as it was written
+            run = base.run.model_copy(update={"folder": None})
+            layout = base.layout.model_copy(update={"data": None})
+            base = base.model_copy(update={"run": run, "layout": layout})
+        config = apply_overrides(base, settings).for_world(world)
     console = _console()
     if options.dry_run:
         from olmo_trainer.describe import print_config
 
         print_config(config, console)
         return 0
+    from olmo_trainer.checkpoint import SaveError
     from olmo_trainer.loop import train
     from olmo_trainer.step import NonFiniteError
 
     try:
-        outcome = train(config, resume=resume, console=console)
-    except NonFiniteError as error:
+        outcome = train(config, resume=resume, goes_on=options.goes_on, console=console)
+    except (NonFiniteError, SaveError) as error:
         _complain(f"error: {error}")
         return 1
     if outcome is None:

@@ -17,13 +17,15 @@ from rich.console import Console
 
 from olmo_trainer import __version__
 from olmo_trainer.build import Assembly, assemble
-from olmo_trainer.checkpoint import load_checkpoint, save_checkpoint
+from olmo_trainer.checkpoint import load_checkpoint
 from olmo_trainer.checkpoint_manifest import (
     Manifest,
     check_same_data,
     check_same_model,
+    checkpoints_of,
     discard_leftovers,
 )
+from olmo_trainer.checkpoint_saver import CheckpointSaver
 from olmo_trainer.config import TrainerConfig
 from olmo_trainer.data import TrainData
 from olmo_trainer.launch import launched, pick_device
@@ -41,6 +43,7 @@ from olmo_trainer.open_data import end_with_data, open_data
 from olmo_trainer.progress import Progress
 from olmo_trainer.run_folder import claim_folder, prepare_folder
 from olmo_trainer.sizes import count_parameters
+from olmo_trainer.statistics import StepTotals
 from olmo_trainer.step import NonFiniteError, accumulate_gradients, heldout_loss, update
 from olmo_trainer.stop_requests import stop_requests
 
@@ -56,12 +59,15 @@ class Outcome:
     report: Path | None
 
 
-def train(config: TrainerConfig, *, resume: Manifest | None, console: Console) -> Outcome | None:
+def train(
+    config: TrainerConfig, *, resume: Manifest | None, goes_on: bool = False, console: Console
+) -> Outcome | None:
     """Train `config` (already fitted to the number of processes); return how it ended.
 
     Args:
         config: The run.
         resume: A checkpoint to continue from.
+        goes_on: Whether a folder with a run that has saved nothing may be started in again.
         console: Where the main rank prints.
 
     Returns:
@@ -79,14 +85,18 @@ def train(config: TrainerConfig, *, resume: Manifest | None, console: Console) -
         check_same_data(resume, data.fingerprint)
         if resume.step >= config.steps:
             return None
-    folder = prepare_folder(config, resume)
+    folder = prepare_folder(config, resume, goes_on=goes_on)
     with launched(config, device) as mesh:
         _require_same_data(mesh, data)
+        _require_same_start(mesh, resume)
         if folder is None:
             claimed = str(claim_folder(config.name)) if mesh.is_main else ""
             folder = Path(mesh.broadcast_text(claimed))
         if mesh.is_main:
             discard_leftovers(folder)
+        mesh.barrier()
+        if resume is not None and resume.path.suffix == ".replaced":  # has its name again
+            resume = replace(resume, path=resume.path.with_suffix(""))
         return _Run(config, mesh, data, folder, console).train(resume)
 
 
@@ -104,6 +114,13 @@ class _Run:
         self.log: MetricsLog | None = None
         self.versions = _versions(mesh)
         self.assembly: Assembly = assemble(config, mesh)
+        self.saver = CheckpointSaver(
+            self.assembly,
+            folder,
+            data_fingerprint=data.fingerprint,
+            versions=self.versions,
+            say=self._say,
+        )
 
     def train(self, resume: Manifest | None) -> Outcome:
         """Train from the start or from `resume` to the last step, or until asked to stop."""
@@ -113,6 +130,7 @@ class _Run:
             first = resume.step
         self._announce(first)
         with ExitStack() as stack:
+            stack.enter_context(self.saver)
             if self.mesh.is_main:
                 path = self.folder / METRICS
                 self.log = stack.enter_context(MetricsLog(path, resume_step=first))
@@ -142,33 +160,36 @@ class _Run:
             if first == 0:
                 progress.say(f"before training: held-out {self._hold_out(0):.4f} nats a token")
             for step in range(first + 1, num_steps + 1):
-                record, stopping = self._step(step, stop)
-                stopped = stopping and step < num_steps
+                record, totals = self._step(step, stop)
+                stopped = totals.stop and step < num_steps
                 # The record comes before the checkpoint: a resume will not write it again.
                 if stopped:
                     # Who asks to stop may not have the time of an evaluation: save before it.
                     self._write(record)
-                    saved, heldout = self._save(step), self._hold_out(step)
+                    saved, heldout = self.saver.save_now(step), self._hold_out(step)
                     progress.update(replace(record, heldout_loss=heldout))
                     progress.say(f"stopped after step {step}, as asked")
                     return step, heldout, saved
                 if step == num_steps or _due(step, run.heldout_every):
                     record = replace(record, heldout_loss=self._hold_out(step))
                 self._write(record)
-                saved = None
-                if step == num_steps or _due(step, run.save_every):
-                    saved = self._save(step)
-                progress.update(record)
-                if record.heldout_loss is not None and saved is not None and step == num_steps:
+                if step == num_steps and record.heldout_loss is not None:
+                    saved = self.saver.save_now(step)
+                    progress.update(record)
                     return step, record.heldout_loss, saved
+                if totals.save_failed:
+                    self.saver.save_now(step)
+                elif _due(step, run.save_every):
+                    self.saver.save(step)
+                progress.update(record)
         raise AssertionError(f"no step to run after step {first} of {num_steps}")
 
     def _write(self, record: Record) -> None:
         if self.log is not None:
             self.log.write(record)
 
-    def _step(self, step: int, stop: threading.Event) -> tuple[StepRecord, bool]:
-        """Do step `step`, from 1; return its record and whether a rank wants to stop."""
+    def _step(self, step: int, stop: threading.Event) -> tuple[StepRecord, StepTotals]:
+        """Do step `step`, from 1; return its record and its sums over all ranks."""
         assembly, mesh, config = self.assembly, self.mesh, self.config
         began = time.perf_counter()
         batches = [
@@ -180,7 +201,7 @@ class _Run:
                 accumulation=config.batch.accumulation,
             )
         ]
-        accumulate_gradients(assembly, batches, stop=stop.is_set())
+        accumulate_gradients(assembly, batches, stop=stop.is_set(), save_failed=self.saver.failed)
         rate = learning_rate(config.optimizer, step - 1, config.steps)
         norm = update(assembly, step, rate)
         totals, layers = assembly.statistics.totals(), assembly.statistics.layers()
@@ -203,7 +224,7 @@ class _Run:
             entropy_deficit=[layer.entropy_deficit for layer in layers],
             dead_experts=[layer.dead_experts for layer in layers],
         )
-        return record, totals.stop
+        return record, totals
 
     def _hold_out(self, step: int) -> float:
         """Return the held-out loss; training is left bitwise as it was."""
@@ -228,14 +249,9 @@ class _Run:
         self._write(HeldoutRecord(step=step, loss=loss, tokens=tokens, seconds=seconds))
         return loss
 
-    def _save(self, step: int) -> Path:
-        return save_checkpoint(
-            self.assembly,
-            self.folder,
-            step,
-            data_fingerprint=self.data.fingerprint,
-            versions=self.versions,
-        )
+    def _say(self, text: str) -> None:
+        if self.mesh.is_main:
+            self.console.print(text, soft_wrap=True)
 
     def _announce(self, step: int) -> None:
         if not self.mesh.is_main:
@@ -249,6 +265,9 @@ class _Run:
             + (f"; continuing {self.folder} after step {step}" if step else ""),
             soft_wrap=True,
         )
+        for later, path in checkpoints_of(self.folder):
+            if later > step:
+                self.console.print(f"left out {path}: damaged", soft_wrap=True)
         if self.data.order.max_steps == self.config.steps:
             self.console.print(
                 f"the data end after step {self.config.steps}: no more passes are allowed"
@@ -283,6 +302,19 @@ def _require_same_data(mesh: Mesh, data: TrainData) -> None:
         raise ValueError(
             f"every rank must read the same data, got {int(differ.item())} ranks that read other "
             "text than rank 0; use one Python version and one copy of the text on all machines"
+        )
+
+
+def _require_same_start(mesh: Mesh, resume: Manifest | None) -> None:
+    """Raise on every rank alike when ranks found other checkpoints to go on from."""
+    step = -1 if resume is None else resume.step
+    spoken = int(mesh.broadcast_text(str(step)))
+    differ = torch.tensor([float(spoken != step)], device=mesh.device)
+    if mesh.sum_over_world(differ).item():
+        raise ValueError(
+            f"every rank must find the same newest checkpoint, got {int(differ.item())} ranks that "
+            f"found another than rank 0 (step {spoken}); the run's folder must be on a file system "
+            "that all machines share"
         )
 
 

@@ -11,6 +11,9 @@ Four groups follow, each by the ranks that share the other coordinates:
 * `expert` (M_E): different experts of the same layers; they exchange rows.
 * `expert_replicas` (D_E): the same experts; they hold replicas of expert parameters.
 * `pipeline` (P): the same data, different layers.
+
+And one over the world for whoever talks beside training, from a thread: `checkpoint`, on gloo
+always, since two threads must not share a group.
 """
 
 from collections.abc import Callable
@@ -39,6 +42,7 @@ class Mesh:
     expert_group: dist.ProcessGroup | None = None
     expert_replica_group: dist.ProcessGroup | None = None
     pipeline_group: dist.ProcessGroup | None = None
+    checkpoint_group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -69,6 +73,25 @@ class Mesh:
         box = [text]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
+
+    def together(self, action: Callable[[], None]) -> None:
+        """Do `action` on every rank, over the checkpoint group; fail on all when it fails on one.
+
+        Raises:
+            RuntimeError: On every rank alike, with what each rank that failed has to say.
+        """
+        failure = None
+        try:
+            action()
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        failures = [failure]
+        if self.checkpoint_group is not None:
+            failures = [None] * self.world
+            dist.all_gather_object(failures, failure, group=self.checkpoint_group)
+        reasons = [f"rank {rank}: {each}" for rank, each in enumerate(failures) if each is not None]
+        if reasons:
+            raise RuntimeError("; ".join(reasons))
 
 
 def create_mesh(layout: LayoutConfig, device: torch.device) -> Mesh:
@@ -107,4 +130,11 @@ def create_mesh(layout: LayoutConfig, device: torch.device) -> Mesh:
         expert_group=group(lambda r: (r // num_expert,)),
         expert_replica_group=group(lambda r: (r // num_data, r % num_expert)),
         pipeline_group=group(lambda r: (r % num_data,)),
+        checkpoint_group=_gloo_group() if dist.is_initialized() else None,
     )
+
+
+def _gloo_group() -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group

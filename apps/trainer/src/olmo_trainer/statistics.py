@@ -33,6 +33,7 @@ class StepTotals:
     auxiliary_loss: float
     tokens: int
     stop: bool
+    save_failed: bool
 
 
 class StepStatistics:
@@ -42,9 +43,10 @@ class StepStatistics:
         self.moe_layers = model.moe_layers
         self.num_experts = model.moe.num_experts
         layers, E = len(self.moe_layers), self.num_experts
-        self._vector = torch.zeros(4 + layers * (2 * E + 2), dtype=torch.float64, device=device)
-        self._totals = self._vector[:4]  # cross entropy, auxiliary loss, targets, stop requests
-        rows = self._vector[4:].view(layers, 2 * E + 2)
+        self._vector = torch.zeros(5 + layers * (2 * E + 2), dtype=torch.float64, device=device)
+        # Cross entropy, auxiliary loss, targets, stop requests, failed saves.
+        self._totals = self._vector[:5]
+        rows = self._vector[5:].view(layers, 2 * E + 2)
         self._counts_LE = rows[:, :E]
         self._mass_LE = rows[:, E : 2 * E]
         self._losses_L2 = rows[:, 2 * E :]  # balance loss and z-loss
@@ -65,6 +67,10 @@ class StepStatistics:
     def request_stop(self) -> None:
         """Ask every rank to stop after this step."""
         self._totals[3] += 1.0
+
+    def report_failed_save(self) -> None:
+        """Tell every rank that a save in the background came to nothing."""
+        self._totals[4] += 1.0
 
     def add_routing(
         self,
@@ -92,12 +98,12 @@ class StepStatistics:
         return self._counts_LE[layer - self.moe_layers.start].round().to(torch.int64)
 
     def totals(self) -> StepTotals:
-        """Return the losses, the number of targets, and whether a rank asked to stop.
+        """Return the losses, the number of targets, and what a rank asked for or reported.
 
         Reads the device, as `layers` does; call after the reduction over the world.
         """
-        loss, auxiliary, tokens, stops = self._totals.tolist()
-        return StepTotals(loss, auxiliary, round(tokens), stops > 0)
+        loss, auxiliary, tokens, stops, failures = self._totals.tolist()
+        return StepTotals(loss, auxiliary, round(tokens), stops > 0, failures > 0)
 
     def layers(self) -> list[LayerBalance]:
         """Return how each routed layer used its experts."""

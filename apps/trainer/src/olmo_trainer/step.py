@@ -34,7 +34,12 @@ def count_tokens(assembly: Assembly, batches: Sequence[Batch]) -> tuple[torch.Te
 
 
 def accumulate_gradients(
-    assembly: Assembly, batches: Sequence[Batch], *, loss_scale: float = 1.0, stop: bool = False
+    assembly: Assembly,
+    batches: Sequence[Batch],
+    *,
+    loss_scale: float = 1.0,
+    stop: bool = False,
+    save_failed: bool = False,
 ) -> None:
     """Run this rank's microbatches; leave the reduced gradients in `main_grad`.
 
@@ -45,10 +50,13 @@ def accumulate_gradients(
         batches: Its microbatches of the global batch, `batch.accumulation` of them, on the device.
         loss_scale: 0 leaves the gradient of the auxiliary losses alone.
         stop: This rank asks all ranks to stop after the step.
+        save_failed: This rank knows that the save in the background came to nothing.
     """
     assembly.statistics.zero()
     if stop:
         assembly.statistics.request_stop()
+    if save_failed:
+        assembly.statistics.report_failed_save()
     assembly.reducer.zero()
     loss_tokens, real_tokens = count_tokens(assembly, batches)
     # A global batch without one target has loss 0, not 0 / 0.
