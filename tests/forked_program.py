@@ -10,6 +10,7 @@ Importing torch takes seconds; a fork of a process with one thread takes millise
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,8 +34,14 @@ class ForkedProgram:
         )
         self._ask({})  # has imported torch
 
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
-        """Start a run; return its process id."""
+    def start(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        before: str = "",
+    ) -> int:
+        """Start a run; return its process id. `before` is Python that it executes first."""
         self._count += 1
         output = self.folder / f"output-{self._count}"
         pid = self._ask(
@@ -42,10 +49,26 @@ class ForkedProgram:
                 "arguments": [*arguments],
                 "environment": {**(environment or {})},
                 "output": str(output),
+                "before": before,
             }
         )
         self._outputs[pid] = output
         return pid
+
+    def start_ranks(self, arguments: Sequence[str], world: int, *, before: str = "") -> list[int]:
+        """Start the ranks of one run, as torchrun does; return their process ids."""
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+        return [
+            self.start(
+                arguments,
+                {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                before=before,
+            )
+            for rank in range(world)
+        ]
 
     def wait(self, pid: int) -> int:
         """Wait for a run; return its exit code, negative for the signal that ended it."""
@@ -109,6 +132,7 @@ def _serve() -> None:
         os.dup2(output, 2)
         os.environ.update(request["environment"])
         try:
+            exec(request["before"], {"rank": int(os.environ.get("RANK", "0"))})
             code = main(request["arguments"])
         except BaseException:
             import traceback

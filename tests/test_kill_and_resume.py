@@ -4,7 +4,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -114,18 +113,6 @@ def test_twenty_kills_change_nothing(program, texts, tmp_path):
     assert names == [f"step-{step:08d}" for step in (10, 20, 30, STEPS - 2, STEPS)]
 
 
-def _world(program: ForkedProgram, arguments: list[str], world: int) -> list[int]:
-    """Start the ranks of one run, as torchrun does; return their process ids."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
-    return [
-        program.start(arguments, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(world)
-    ]
-
-
 @pytest.mark.dist
 def test_a_killed_rank_takes_the_run_down_and_other_layouts_go_on(program, texts, tmp_path):
     run, straight = tmp_path / "run", tmp_path / "straight"
@@ -139,7 +126,7 @@ def test_a_killed_rank_takes_the_run_down_and_other_layouts_go_on(program, texts
     )
     reached = 0
     for victim, (expert, pipeline, world) in enumerate(layouts):
-        pids = _world(program, [*onward, "--set", expert, "--set", pipeline], world)
+        pids = program.start_ranks([*onward, "--set", expert, "--set", pipeline], world)
         deadline = time.monotonic() + 60
         while newest_step(run) < reached + 4 and time.monotonic() < deadline:
             time.sleep(0.005)

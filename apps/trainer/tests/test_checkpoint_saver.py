@@ -104,9 +104,9 @@ def test_a_failed_save_is_done_again_at_once(make_config, tmp_path, monkeypatch)
     gate.open.set()
     original, seen = loop.accumulate_gradients, []
 
-    def wait_for_the_failure(assembly, batches, *, stop, save_failed):
-        seen.append(save_failed)
-        original(assembly, batches, stop=stop, save_failed=save_failed)
+    def wait_for_the_failure(assembly, batches, **options):
+        seen.append(options["save_failed"])
+        original(assembly, batches, **options)
 
     monkeypatch.setattr(loop, "accumulate_gradients", wait_for_the_failure)
     thread = checkpoint_saver.threading.Thread

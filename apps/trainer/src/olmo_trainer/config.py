@@ -329,6 +329,9 @@ class RunConfig(Config):
         default=0, ge=0, description="steps whose checkpoints are kept beside them; 0 = none"
     )
     sample_bytes: int = Field(default=300, ge=0, description="continuation at the end, 0 = none")
+    watchdog_seconds: float = Field(
+        default=600.0, ge=0, description="without progress that end the run; 0 = none do"
+    )
     threads: int = Field(default=0, ge=0, description="CPU threads a rank; 0 = cores / local ranks")
 
     @model_validator(mode="after")

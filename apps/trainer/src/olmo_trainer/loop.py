@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch.distributed import PrefixStore
 
 from olmo_trainer import __version__
 from olmo_trainer.build import Assembly, assemble
@@ -40,12 +41,15 @@ from olmo_trainer.metrics import (
     StepRecord,
 )
 from olmo_trainer.open_data import end_with_data, open_data
+from olmo_trainer.phases import PhaseClock
 from olmo_trainer.progress import Progress
+from olmo_trainer.rank_times import RankTimes, slow_rank
 from olmo_trainer.run_folder import claim_folder, prepare_folder
 from olmo_trainer.sizes import count_parameters
 from olmo_trainer.statistics import StepTotals
 from olmo_trainer.step import NonFiniteError, accumulate_gradients, heldout_loss, update
 from olmo_trainer.stop_requests import stop_requests
+from olmo_trainer.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -121,22 +125,33 @@ class _Run:
             versions=self.versions,
             say=self._say,
         )
+        self.watchdog = Watchdog(
+            rank=mesh.rank,
+            world=mesh.world,
+            store=None if mesh.store is None else PrefixStore("watchdog", mesh.store.clone()),
+            patience=config.run.watchdog_seconds,
+        )
+        stages = self.assembly.stages.values()
+        self.clock = PhaseClock(mesh.device, self.watchdog.beat, stages)
+        self.rank_times = RankTimes(mesh)
 
     def train(self, resume: Manifest | None) -> Outcome:
         """Train from the start or from `resume` to the last step, or until asked to stop."""
-        first = 0
-        if resume is not None:
-            load_checkpoint(self.assembly, resume)
-            first = resume.step
-        self._announce(first)
-        with ExitStack() as stack:
-            stack.enter_context(self.saver)
-            if self.mesh.is_main:
-                path = self.folder / METRICS
-                self.log = stack.enter_context(MetricsLog(path, resume_step=first))
-            step, heldout, saved = self._train_steps(first)
-        report = self._conclude(step, heldout, saved) if self.mesh.is_main else None
-        self.mesh.barrier()
+        with self.watchdog:
+            first = 0
+            if resume is not None:
+                load_checkpoint(self.assembly, resume)
+                first = resume.step
+            self._announce(first)
+            with ExitStack() as stack:
+                stack.enter_context(self.saver)
+                if self.mesh.is_main:
+                    path = self.folder / METRICS
+                    self.log = stack.enter_context(MetricsLog(path, resume_step=first))
+                step, heldout, saved = self._train_steps(first)
+            self.watchdog.beat(step, "end")
+            report = self._conclude(step, heldout, saved) if self.mesh.is_main else None
+            self.mesh.barrier()
         return Outcome(
             step=step,
             finished=step == self.config.steps,
@@ -166,6 +181,7 @@ class _Run:
                 if stopped:
                     # Who asks to stop may not have the time of an evaluation: save before it.
                     self._write(record)
+                    self.watchdog.beat(step, "save")
                     saved, heldout = self.saver.save_now(step), self._hold_out(step)
                     progress.update(replace(record, heldout_loss=heldout))
                     progress.say(f"stopped after step {step}, as asked")
@@ -173,6 +189,12 @@ class _Run:
                 if step == num_steps or _due(step, run.heldout_every):
                     record = replace(record, heldout_loss=self._hold_out(step))
                 self._write(record)
+                if self.mesh.world > 1 and (step == num_steps or _due(step, run.log_every)):
+                    ranks = self.rank_times.gather(step)
+                    self._write(ranks)
+                    if words := slow_rank(ranks):
+                        progress.say(words)
+                self.watchdog.beat(step, "save")
                 if step == num_steps and record.heldout_loss is not None:
                     saved = self.saver.save_now(step)
                     progress.update(record)
@@ -192,6 +214,7 @@ class _Run:
         """Do step `step`, from 1; return its record and its sums over all ranks."""
         assembly, mesh, config = self.assembly, self.mesh, self.config
         began = time.perf_counter()
+        self.clock.begin(step)
         batches = [
             batch.to(mesh.device, non_blocking=True)
             for batch in self.data.microbatches(
@@ -201,10 +224,19 @@ class _Run:
                 accumulation=config.batch.accumulation,
             )
         ]
-        accumulate_gradients(assembly, batches, stop=stop.is_set(), save_failed=self.saver.failed)
+        accumulate_gradients(
+            assembly,
+            batches,
+            stop=stop.is_set(),
+            save_failed=self.saver.failed,
+            enter=self.clock.enter,
+        )
+        self.clock.enter("step")
         rate = learning_rate(config.optimizer, step - 1, config.steps)
         norm = update(assembly, step, rate)
         totals, layers = assembly.statistics.totals(), assembly.statistics.layers()
+        phases = self.clock.end()
+        self.rank_times.add(phases)
         seconds = time.perf_counter() - began
         record = StepRecord(
             step=step,

@@ -43,6 +43,7 @@ class Mesh:
     expert_replica_group: dist.ProcessGroup | None = None
     pipeline_group: dist.ProcessGroup | None = None
     checkpoint_group: dist.ProcessGroup | None = None
+    store: dist.Store | None = None  # where the ranks met
 
     @property
     def is_main(self) -> bool:
@@ -74,6 +75,12 @@ class Mesh:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
+    def gather_number(self, number: float) -> list[float]:
+        """Return each rank's `number`, on every rank."""
+        numbers = torch.zeros(self.world, dtype=torch.float64, device=self.device)
+        numbers[self.rank] = number
+        return self.sum_over_world(numbers).tolist()
+
     def together(self, action: Callable[[], None]) -> None:
         """Do `action` on every rank, over the checkpoint group; fail on all when it fails on one.
 
@@ -94,7 +101,9 @@ class Mesh:
             raise RuntimeError("; ".join(reasons))
 
 
-def create_mesh(layout: LayoutConfig, device: torch.device) -> Mesh:
+def create_mesh(
+    layout: LayoutConfig, device: torch.device, *, store: dist.Store | None = None
+) -> Mesh:
     """Make the groups of `layout` over the default process group, or of one process without one.
 
     Collective over the default group. `layout.data` must be set (`TrainerConfig.for_world`).
@@ -131,6 +140,7 @@ def create_mesh(layout: LayoutConfig, device: torch.device) -> Mesh:
         expert_replica_group=group(lambda r: (r // num_data, r % num_expert)),
         pipeline_group=group(lambda r: (r % num_data,)),
         checkpoint_group=_gloo_group() if dist.is_initialized() else None,
+        store=store,
     )
 
 

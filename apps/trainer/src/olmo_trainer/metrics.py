@@ -4,6 +4,7 @@ The file is JSON Lines in ASCII. Every line is one object whose `kind` names its
 
     {"kind": "header", "step": 0, "info": {...}}            a process began after `step` steps
     {"kind": "step", "step": 1, "loss": 5.61, ...}          one optimizer step, a `StepRecord`
+    {"kind": "ranks", "step": 20, "own_seconds": [...]}     each rank's own time a step
     {"kind": "heldout", "step": 100, "loss": 2.9, ...}      one pass over the held-out documents
 
 Steps count from 1: record `s` is what step `s` did, and a checkpoint of step `s` holds the weights
@@ -131,9 +132,29 @@ class RunHeader:
     info: dict[str, Any]
 
 
-Record = StepRecord | HeldoutRecord | RunHeader
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksRecord:
+    """What each rank did over the steps since the last such record, or since the start.
+
+    Attributes:
+        step: The last of these steps.
+        own_seconds: Of each rank, in order: its mean time a step in data, forward and backward.
+
+    Raises:
+        TypeError: A value is not a plain Python number.
+    """
+
+    step: int
+    own_seconds: list[float]
+
+    def __post_init__(self) -> None:
+        _require_plain_numbers(self)
+
+
+Record = StepRecord | HeldoutRecord | RanksRecord | RunHeader
 _KINDS: dict[str, type[Record]] = {
     "step": StepRecord,
+    "ranks": RanksRecord,
     "heldout": HeldoutRecord,
     "header": RunHeader,
 }
@@ -283,7 +304,7 @@ def _happened(record: Record, resume_step: int) -> bool:
     return record.step <= resume_step
 
 
-def _require_plain_numbers(record: StepRecord | HeldoutRecord) -> None:
+def _require_plain_numbers(record: StepRecord | HeldoutRecord | RanksRecord) -> None:
     for entry in fields(record):
         values = [getattr(record, entry.name)]
         while values:
