@@ -118,7 +118,7 @@ def test_a_failed_save_is_done_again_at_once(make_config, tmp_path, monkeypatch)
         return made
 
     monkeypatch.setattr(checkpoint_saver.threading, "Thread", joined)
-    outcome = _train(make_config("steps=6", "run.save_every=3"))
+    outcome = _train(make_config("steps=6", "run.save_every=3", "run.watchdog_seconds=0"))
     assert outcome is not None
     assert seen == [False, False, False, True, False, False]
     names = sorted(path.name for path in outcome.checkpoint.parent.iterdir())

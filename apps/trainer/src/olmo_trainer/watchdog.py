@@ -151,7 +151,10 @@ class Watchdog:
     def _accuse(self) -> None:
         try:
             before = self._signs()
-            time.sleep(max(2.5 * self._interval, 1.0))  # whoever lives speaks twice
+            listening = time.monotonic() + max(3 * self._interval, 1.0)
+            while time.monotonic() < listening:  # whoever lives speaks twice, this rank too
+                time.sleep(self._interval)
+                self._publish()
             own = self._publish(leaves=True)
             after = self._signs()
         except RuntimeError:
