@@ -329,10 +329,18 @@ class RunConfig(Config):
         default=0, ge=0, description="steps whose checkpoints are kept beside them; 0 = none"
     )
     sample_bytes: int = Field(default=300, ge=0, description="continuation at the end, 0 = none")
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        default=(), description="where the numbers of metrics.jsonl are sent too"
+    )
     watchdog_seconds: float = Field(
         default=600.0, ge=0, description="without progress that end the run; 0 = none do"
     )
     threads: int = Field(default=0, ge=0, description="CPU threads a rank; 0 = cores / local ranks")
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _split_words(cls, value: object) -> object:
+        return [word for word in value.split(",") if word] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _keeping_agrees(self) -> Self:

@@ -28,9 +28,11 @@ from olmo_trainer.checkpoint_manifest import (
 )
 from olmo_trainer.checkpoint_saver import CheckpointSaver
 from olmo_trainer.config import TrainerConfig
-from olmo_trainer.data import TrainData
+from olmo_trainer.data import Batch, ByteTokenizer, TrainData
+from olmo_trainer.device_peaks import peak_flops
 from olmo_trainer.launch import launched, pick_device
 from olmo_trainer.learning_rate import learning_rate
+from olmo_trainer.memory import measure_memory
 from olmo_trainer.mesh import Mesh
 from olmo_trainer.metrics import (
     METRICS,
@@ -45,10 +47,11 @@ from olmo_trainer.phases import PhaseClock
 from olmo_trainer.progress import Progress
 from olmo_trainer.rank_times import RankTimes, slow_rank
 from olmo_trainer.run_folder import claim_folder, prepare_folder
-from olmo_trainer.sizes import count_parameters
+from olmo_trainer.sizes import count_flops, count_parameters
 from olmo_trainer.statistics import StepTotals
 from olmo_trainer.step import NonFiniteError, accumulate_gradients, heldout_loss, update
 from olmo_trainer.stop_requests import stop_requests
+from olmo_trainer.trackers import Tracking, require_trackers
 from olmo_trainer.watchdog import Watchdog
 
 
@@ -81,6 +84,7 @@ def train(
         ValueError: Data or checkpoint do not fit the configuration; before any process group.
         NonFiniteError: A gradient or the held-out loss is not finite. The last checkpoint stands.
     """
+    require_trackers(config.run.trackers)
     device = pick_device(config)
     data = open_data(config)
     config = end_with_data(config, data)
@@ -116,6 +120,7 @@ class _Run:
         self.folder = folder
         self.console = console
         self.log: MetricsLog | None = None
+        self.tracking: Tracking | None = None
         self.versions = _versions(mesh)
         self.assembly: Assembly = assemble(config, mesh)
         self.saver = CheckpointSaver(
@@ -134,6 +139,12 @@ class _Run:
         stages = self.assembly.stages.values()
         self.clock = PhaseClock(mesh.device, self.watchdog.beat, stages)
         self.rank_times = RankTimes(mesh)
+        is_bytes = data.vocabulary.name == ByteTokenizer.name
+        self.bytes_per_token = 1.0 if is_bytes else None
+        self.flops_per_token = count_flops(config.model, config.data.sequence_length)
+        # FP32 products have another peak than BF16's.
+        is_bf16 = self.assembly.dtype == torch.bfloat16
+        self.peak = peak_flops(self.versions["device"]) if is_bf16 else None
 
     def train(self, resume: Manifest | None) -> Outcome:
         """Train from the start or from `resume` to the last step, or until asked to stop."""
@@ -148,6 +159,7 @@ class _Run:
                 if self.mesh.is_main:
                     path = self.folder / METRICS
                     self.log = stack.enter_context(MetricsLog(path, resume_step=first))
+                    self.tracking = stack.enter_context(self._open_trackers(first))
                 step, heldout, saved = self._train_steps(first)
             self.watchdog.beat(step, "end")
             report = self._conclude(step, heldout, saved) if self.mesh.is_main else None
@@ -189,8 +201,8 @@ class _Run:
                 if step == num_steps or _due(step, run.heldout_every):
                     record = replace(record, heldout_loss=self._hold_out(step))
                 self._write(record)
-                if self.mesh.world > 1 and (step == num_steps or _due(step, run.log_every)):
-                    ranks = self.rank_times.gather(step)
+                if step == num_steps or _due(step, run.log_every):
+                    ranks = self.rank_times.gather(step, measure_memory(self.assembly))
                     self._write(ranks)
                     if words := slow_rank(ranks):
                         progress.say(words)
@@ -209,6 +221,18 @@ class _Run:
     def _write(self, record: Record) -> None:
         if self.log is not None:
             self.log.write(record)
+        if self.tracking is not None:
+            self.tracking.write(record)
+
+    def _open_trackers(self, first: int) -> Tracking:
+        return Tracking(
+            self.config.run.trackers,
+            self.folder,
+            name=self.config.name,
+            config=self.config.model_dump(mode="json"),
+            first_step=first,
+            say=self._say,
+        )
 
     def _step(self, step: int, stop: threading.Event) -> tuple[StepRecord, StepTotals]:
         """Do step `step`, from 1; return its record and its sums over all ranks."""
@@ -234,10 +258,12 @@ class _Run:
         self.clock.enter("step")
         rate = learning_rate(config.optimizer, step - 1, config.steps)
         norm = update(assembly, step, rate)
-        totals, layers = assembly.statistics.totals(), assembly.statistics.layers()
+        totals = assembly.statistics.totals()
+        layers = assembly.statistics.layers(num_ranks=mesh.num_expert)
         phases = self.clock.end()
         self.rank_times.add(phases)
         seconds = time.perf_counter() - began
+        flops = totals.tokens * self.flops_per_token / seconds
         record = StepRecord(
             step=step,
             loss=totals.loss,
@@ -255,31 +281,64 @@ class _Run:
             honesty=[layer.honesty for layer in layers],
             entropy_deficit=[layer.entropy_deficit for layer in layers],
             dead_experts=[layer.dead_experts for layer in layers],
+            balance={
+                name: [layer.report[name] for layer in layers]
+                for name in (layers[0].report if layers else ())
+            },
+            z_losses=[layer.z_loss for layer in layers],
+            phase_seconds=phases,
+            flops_per_second=flops,
+            model_flops_utilization=None if self.peak is None else flops / mesh.world / self.peak,
         )
         return record, totals
 
     def _hold_out(self, step: int) -> float:
         """Return the held-out loss; training is left bitwise as it was."""
-        began, mesh, config = time.perf_counter(), self.mesh, self.config
-        per_rank = config.batch.sequences // (mesh.num_data * config.batch.accumulation)
-        batches = [
-            batch.to(mesh.device)
-            for batch in self.data.heldout_batches(
-                per_rank,
-                num_replicas=mesh.num_data,
-                replica=mesh.data,
-                limit_sequences=config.run.heldout_sequences,
-            )
-        ]
-        loss, tokens = heldout_loss(self.assembly, batches)
+        began, sources = time.perf_counter(), self.data.heldout_by_source
+        limits: dict[str | None, int] = {None: self.config.run.heldout_sequences}
+        if len(sources) > 1:  # as great a part of each source, and something of every one
+            most, all_of_them = limits.pop(None), len(self.data.heldout)
+            limits |= {
+                name: max(1, round(min(1.0, most / all_of_them) * len(heldout)))
+                for name, heldout in sources.items()
+            }
+        found = {
+            name: heldout_loss(self.assembly, self._heldout_batches(name, limit))
+            for name, limit in limits.items()
+        }
+        tokens = sum(count for _, count in found.values())
+        loss = sum(each * count for each, count in found.values()) / max(tokens, 1)
         if not math.isfinite(loss):
             raise NonFiniteError(
                 f"step {step}: the held-out loss is {loss}; nothing was saved. Lower "
                 "optimizer.learning_rate."
             )
-        seconds = time.perf_counter() - began
-        self._write(HeldoutRecord(step=step, loss=loss, tokens=tokens, seconds=seconds))
+        named = {name: value for name, value in found.items() if name is not None}
+        self._write(
+            HeldoutRecord(
+                step=step,
+                loss=loss,
+                tokens=tokens,
+                seconds=time.perf_counter() - began,
+                source_losses={name: each for name, (each, _) in named.items()},
+                source_tokens={name: count for name, (_, count) in named.items()},
+            )
+        )
         return loss
+
+    def _heldout_batches(self, source: str | None, limit: int) -> list[Batch]:
+        mesh, config = self.mesh, self.config
+        per_rank = config.batch.sequences // (mesh.num_data * config.batch.accumulation)
+        return [
+            batch.to(mesh.device)
+            for batch in self.data.heldout_batches(
+                per_rank,
+                num_replicas=mesh.num_data,
+                replica=mesh.data,
+                limit_sequences=limit,
+                source=source,
+            )
+        ]
 
     def _say(self, text: str) -> None:
         if self.mesh.is_main:
@@ -323,6 +382,9 @@ class _Run:
             "config": self.config.model_dump(mode="json"),
             "versions": self.versions,
             "world": self.mesh.world,
+            # What turns nats a token into nats a byte, where it is known.
+            "bytes_per_token": self.bytes_per_token,
+            "peak_flops": "unknown" if self.peak is None else self.peak,
         }
 
 

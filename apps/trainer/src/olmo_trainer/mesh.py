@@ -16,7 +16,7 @@ And one over the world for whoever talks beside training, from a thread: `checkp
 always, since two threads must not share a group.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,11 +75,11 @@ class Mesh:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-    def gather_number(self, number: float) -> list[float]:
-        """Return each rank's `number`, on every rank."""
-        numbers = torch.zeros(self.world, dtype=torch.float64, device=self.device)
-        numbers[self.rank] = number
-        return self.sum_over_world(numbers).tolist()
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return, for each of `numbers`, what each rank has, on every rank."""
+        table = torch.zeros(len(numbers), self.world, dtype=torch.float64, device=self.device)
+        table[:, self.rank] = torch.tensor(numbers, dtype=torch.float64)
+        return self.sum_over_world(table).tolist()
 
     def together(self, action: Callable[[], None]) -> None:
         """Do `action` on every rank, over the checkpoint group; fail on all when it fails on one.

@@ -61,6 +61,14 @@ class StepRecord:
         entropy_deficit: How far the load's entropy is below that of a uniform load.
         dead_experts: Experts that got no route.
         heldout_loss: Held-out loss in nats per token, when this step measured it.
+        balance: Every number of olmo_routing's `measure_balance`, by its name: a list of one entry
+            per MoE layer. `gerrymandered` is 0 or 1.
+        z_losses: Router z-loss of each MoE layer.
+        phase_seconds: Seconds of the main rank in each phase of the step (`phases.py`).
+        flops_per_second: Useful operations a second of all devices together: no recompute, no
+            padding. None in a log of before it was measured.
+        model_flops_utilization: Of one device, over its dense BF16 peak; None where that is not
+            known, or parameters are FP32.
 
     Raises:
         TypeError: A value is not a plain Python number (a tensor, say).
@@ -84,10 +92,18 @@ class StepRecord:
     entropy_deficit: list[float] = field(default_factory=list)
     dead_experts: list[int] = field(default_factory=list)
     heldout_loss: float | None = None
+    balance: dict[str, list[float]] = field(default_factory=dict)
+    z_losses: list[float] = field(default_factory=list)
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    flops_per_second: float | None = None
+    model_flops_utilization: float | None = None
 
     def __post_init__(self) -> None:
         _require_plain_numbers(self)
         lengths = {name: len(getattr(self, name)) for name in _PER_LAYER}
+        lengths |= {f"balance.{name}": len(values) for name, values in self.balance.items()}
+        if self.z_losses:
+            lengths["z_losses"] = len(self.z_losses)
         if len(set(lengths.values())) > 1:
             raise ValueError(
                 "The per-layer lists must have one entry per MoE layer each, got lengths "
@@ -105,6 +121,8 @@ class HeldoutRecord:
         loss: Held-out cross-entropy in nats per token, the mean over valid tokens.
         tokens: Valid tokens of the pass.
         seconds: Wall time of the pass.
+        source_losses: The same of each source of a mixture, by its name.
+        source_tokens: Valid tokens of each source.
 
     Raises:
         TypeError: A value is not a plain Python number.
@@ -114,6 +132,8 @@ class HeldoutRecord:
     loss: float
     tokens: int
     seconds: float
+    source_losses: dict[str, float] = field(default_factory=dict)
+    source_tokens: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require_plain_numbers(self)
@@ -139,6 +159,7 @@ class RanksRecord:
     Attributes:
         step: The last of these steps.
         own_seconds: Of each rank, in order: its mean time a step in data, forward and backward.
+        memory_bytes: Of each rank, by kind (`memory.py`).
 
     Raises:
         TypeError: A value is not a plain Python number.
@@ -146,6 +167,7 @@ class RanksRecord:
 
     step: int
     own_seconds: list[float]
+    memory_bytes: dict[str, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require_plain_numbers(self)
@@ -311,6 +333,8 @@ def _require_plain_numbers(record: StepRecord | HeldoutRecord | RanksRecord) -> 
             value = values.pop()
             if isinstance(value, (list, tuple)):
                 values.extend(value)
+            elif isinstance(value, dict):
+                values.extend(value.values())
             elif type(value) not in (int, float) and not (value is None and entry.default is None):
                 raise TypeError(
                     f"`{entry.name}` must hold plain Python numbers, got a "

@@ -27,11 +27,18 @@ class RankTimes:
         self._seconds += sum(phases[phase] for phase in OWN_PHASES)
         self._steps += 1
 
-    def gather(self, step: int) -> RanksRecord:
-        """Return each rank's mean over the steps since the last call. Collective over the world."""
+    def gather(self, step: int, memory: Mapping[str, int]) -> RanksRecord:
+        """Return each rank's mean over the steps since the last call, and its memory.
+
+        Collective over the world.
+        """
         own = self._seconds / max(self._steps, 1)
         self._seconds, self._steps = 0.0, 0
-        return RanksRecord(step=step, own_seconds=self._mesh.gather_number(own))
+        seconds, *kinds = self._mesh.gather_numbers([own, *memory.values()])
+        held = {
+            kind: [round(n) for n in of_rank] for kind, of_rank in zip(memory, kinds, strict=True)
+        }
+        return RanksRecord(step=step, own_seconds=seconds, memory_bytes=held)
 
 
 def slow_rank(record: RanksRecord) -> str | None:

@@ -74,7 +74,7 @@ class Stage(nn.Module):
                 routing.scores_TE, routing.expert_ids_TK, mask_T=mask_T, num_sequences=sequences
             )
             z = share * router_z_loss(routing.logits_TE, mask_T=mask_T)
-            self.statistics.add_routing(layer, routing, mask_T, balance, z)
+            self.statistics.add_routing(layer, routing, mask_T, balance, z, share)
             terms.append(self.moe.balance_loss * balance + self.moe.z_loss * z)
         auxiliary = torch.stack(terms).sum()
         self.statistics.add_auxiliary(auxiliary)
