@@ -5,6 +5,7 @@
     uv run apps/trainer verify [RECIPE] [--set a.b=c ...]
     uv run apps/trainer sample CHECKPOINT [--prompt TEXT] [--bytes N] [--temperature X] [--seed N]
     uv run apps/trainer inspect CHECKPOINT
+    uv run apps/trainer report RUN [RUN ...] [--to FILE]
     uv run apps/trainer prepare TEXT ... --to FOLDER [--tokenizer FILE] [--workers N] ...
     uv run apps/trainer import FOLDER RUN [RECIPE] [--set a.b=c ...]
     uv run apps/trainer export CHECKPOINT FOLDER [--dtype TYPE] [--end TOKEN]
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
     from olmo_trainer.config import TrainerConfig
 
-COMMANDS = ("train", "verify", "sample", "inspect", "prepare", "import", "export", "recipes")
+COMMANDS = (
+    *("train", "verify", "sample", "inspect", "report", "prepare", "import", "export", "recipes"),
+)
 DEFAULT_RECIPE = "toy"
 IMPORT_RECIPE = "olmoe-1b-7b"
 EXAMPLES = """\
@@ -121,6 +124,16 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="say what a checkpoint holds")
     inspect.add_argument("checkpoint", type=Path, help="a run folder or a checkpoint")
     inspect.set_defaults(run=_inspect)
+
+    report = commands.add_parser("report", help="draw a run, over or not, or compare several")
+    report.add_argument("runs", nargs="+", type=Path, metavar="run", help="run folders")
+    report.add_argument(
+        "--to",
+        type=Path,
+        metavar="FILE",
+        help="of a comparison (default: comparison.html; one run's report lies in its folder)",
+    )
+    report.set_defaults(run=_report)
 
     _add_prepare(commands.add_parser("prepare", help="turn text into token files to train on"))
 
@@ -285,6 +298,22 @@ def _inspect(options: argparse.Namespace) -> int:
     from olmo_trainer.describe import print_manifest
 
     print_manifest(read_manifest(find_checkpoint(options.checkpoint)), _console())
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    if len(options.runs) == 1:
+        if options.to is not None:
+            raise ValueError("--to is for several runs; the report of one lies in its folder")
+        from olmo_trainer.report.of_run import report_run
+
+        path = report_run(options.runs[0].expanduser())
+    else:
+        from olmo_trainer.report.compare import write_comparison
+
+        folders = [folder.expanduser() for folder in options.runs]
+        path = write_comparison(options.to or Path("comparison.html"), folders)
+    _console().print(str(path), soft_wrap=True)
     return 0
 
 

@@ -162,7 +162,7 @@ class _Run:
                     self.tracking = stack.enter_context(self._open_trackers(first))
                 step, heldout, saved = self._train_steps(first)
             self.watchdog.beat(step, "end")
-            report = self._conclude(step, heldout, saved) if self.mesh.is_main else None
+            report = self._conclude(heldout, saved) if self.mesh.is_main else None
             self.mesh.barrier()
         return Outcome(
             step=step,
@@ -370,12 +370,11 @@ class _Run:
                 soft_wrap=True,
             )
 
-    def _conclude(self, step: int, heldout: float, saved: Path) -> Path:
+    def _conclude(self, heldout: float, saved: Path) -> Path:
         # matplotlib takes a second to import: only the rank that draws pays it, at the end.
         from olmo_trainer.end_of_run import conclude
 
-        facts = {"world": self.mesh.world, **self.versions}
-        return conclude(self.config, self.folder, saved, step, heldout, facts, self.console)
+        return conclude(self.config, self.folder, saved, heldout, self.console)
 
     def _header(self) -> dict[str, object]:
         return {
