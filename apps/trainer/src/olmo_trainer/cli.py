@@ -11,7 +11,8 @@
     uv run apps/trainer export CHECKPOINT FOLDER [--dtype TYPE] [--end TOKEN]
     uv run apps/trainer recipes
 
-Exit codes: 0 done, 1 a verification or a run failed, 2 wrong input, 130 stopped and saved.
+Exit codes: 0 done (with `--continue` also stopped as asked), 1 a verification or a run failed,
+2 wrong input, 130 stopped and saved.
 """
 
 import argparse
@@ -251,7 +252,8 @@ def _train(options: argparse.Namespace) -> int:
                 soft_wrap=True,
             )
         return 0
-    return 0 if outcome.finished else STOPPED
+    # A launcher takes another code for a crash, and would start the run again at once.
+    return 0 if outcome.finished or options.goes_on else STOPPED
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -50,7 +50,7 @@ from olmo_trainer.run_folder import claim_folder, prepare_folder
 from olmo_trainer.sizes import count_flops, count_parameters
 from olmo_trainer.statistics import StepTotals
 from olmo_trainer.step import NonFiniteError, accumulate_gradients, heldout_loss, update
-from olmo_trainer.stop_requests import stop_requests
+from olmo_trainer.stop_requests import STOP, stop_requests
 from olmo_trainer.trackers import Tracking, require_trackers
 from olmo_trainer.watchdog import Watchdog
 
@@ -102,6 +102,7 @@ def train(
             folder = Path(mesh.broadcast_text(claimed))
         if mesh.is_main:
             discard_leftovers(folder)
+            (folder / STOP).unlink(missing_ok=True)
         mesh.barrier()
         if resume is not None and resume.path.suffix == ".replaced":  # has its name again
             resume = replace(resume, path=resume.path.with_suffix(""))
@@ -251,7 +252,7 @@ class _Run:
         accumulate_gradients(
             assembly,
             batches,
-            stop=stop.is_set(),
+            stop=stop.is_set() or (mesh.is_main and (self.folder / STOP).exists()),
             save_failed=self.saver.failed,
             enter=self.clock.enter,
         )
