@@ -85,7 +85,8 @@ def test_twenty_kills_change_nothing(program, texts, tmp_path):
     killed = 0
     onward = [*ONWARD, *source, "--set", f"run.folder={run}"]
     while killed < KILLS:
-        pid = program.start(onward)
+        mode = ("background", "blocking")[killed % 4 > 1]
+        pid = program.start([*onward, "--set", f"run.save_mode={mode}"])
         if killed % 2:
             _kill_in_a_save(run, program, pid, moments.uniform(0, 0.02))
         else:
