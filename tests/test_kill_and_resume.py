@@ -45,7 +45,15 @@ def _history(run: Path) -> list[StepRecord | HeldoutRecord]:
     history: list[StepRecord | HeldoutRecord] = []
     for record in read_metrics(run / "metrics.jsonl"):
         if isinstance(record, StepRecord):
-            history.append(replace(record, seconds=0.0, tokens_per_second=0.0))
+            history.append(
+                replace(
+                    record,
+                    seconds=0.0,
+                    tokens_per_second=0.0,
+                    phase_seconds={},
+                    flops_per_second=None,
+                )
+            )
         elif isinstance(record, HeldoutRecord):
             history.append(replace(record, seconds=0.0))
     return history

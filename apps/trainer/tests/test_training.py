@@ -68,7 +68,9 @@ def _steps(folder: Path) -> list[StepRecord]:
 
 
 def _timeless(record: StepRecord) -> StepRecord:
-    return replace(record, seconds=0.0, tokens_per_second=0.0)
+    return replace(
+        record, seconds=0.0, tokens_per_second=0.0, phase_seconds={}, flops_per_second=None
+    )
 
 
 def test_stop_and_resume_is_bitwise_the_uninterrupted_run(make_config, tmp_path):
