@@ -133,7 +133,7 @@ def _breakages(checkpoint: Path):
     manifest.write_text("{")
     yield "description cut", "cannot be read"
     manifest.write_text(json.dumps(whole))
-    data = next(each for each in checkpoint.iterdir() if each.suffix == ".distcp")
+    data = next(each for each in checkpoint.iterdir() if each.suffix == ".safetensors")
     content = data.read_bytes()
     data.write_bytes(content[: len(content) // 2])
     yield "data cut", "truncated"

@@ -221,7 +221,9 @@ def test_the_lists_of_a_record_agree_on_the_layers():
 def test_a_dict_becomes_its_record():
     record = step_record(3)
     assert record_from_dict(dataclasses.asdict(record)) == record
-    with pytest.raises(ValueError, match="`kind` must be one of step, heldout, header, got 'sp'"):
+    with pytest.raises(
+        ValueError, match="`kind` must be one of step, ranks, heldout, header, got 'sp'"
+    ):
         record_from_dict({"kind": "sp"})
     with pytest.raises(ValueError, match="heldout record has no `lost`"):
         record_from_dict({"kind": "heldout", "lost": 1.0})

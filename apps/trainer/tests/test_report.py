@@ -86,7 +86,7 @@ def words(tree):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    records = [RunHeader(step=0, info={}), heldout_record(0, 5.6)]
+    records = [RunHeader(step=0, info={"bytes_per_token": 1.0}), heldout_record(0, 5.6)]
     records += [step_record(step) for step in range(1, 41)]
     records.append(heldout_record(40, 1.9))
     return make(tmp_path_factory.mktemp("report"), records, layer_names=["block $1$", "block <2>"])

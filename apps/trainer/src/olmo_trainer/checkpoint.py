@@ -1,7 +1,9 @@
 """Saving and loading the tensors of a checkpoint through torch.distributed.checkpoint.
 
 Every rank contributes the ranges it holds and reads the ranges it needs; names and global offsets
-are all that matters, so the layouts that saved and load may differ. The file format is torch's own.
+are all that matters, so the layouts that saved and load may differ. `checkpoint_storage.py` is what
+the ranges go to. A save talks over a group of its own, so that it may run beside training
+(`checkpoint_saver.py`).
 """
 
 import os
@@ -25,10 +27,15 @@ from olmo_trainer.checkpoint_manifest import (
     checkpoint_path,
     write_manifest,
 )
+from olmo_trainer.checkpoint_storage import TensorReader, TensorWriter
 from olmo_trainer.config import TrainerConfig
 from olmo_trainer.guard import PREFIX as GUARD
 from olmo_trainer.mesh import Mesh
 from olmo_trainer.model.transformer import Transformer
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; those before it stand."""
 
 
 def state_of(assembly: Assembly) -> dict[str, Any]:
@@ -45,7 +52,11 @@ def bias_shards(biases: Mapping[int, SelectionBias]) -> dict[str, Any]:
 def save_checkpoint(
     assembly: Assembly, run: Path, step: int, *, data_fingerprint: str, versions: dict[str, str]
 ) -> Path:
-    """Write the checkpoint of `step` and return its folder. Collective over the world."""
+    """Write the checkpoint of `step` and return its folder. Collective over the world.
+
+    Raises:
+        SaveError: As `write_checkpoint`.
+    """
     return write_checkpoint(
         state_of(assembly),
         assembly.config,
@@ -69,31 +80,52 @@ def write_checkpoint(
 ) -> Path:
     """Write `state`, this rank's part of the whole, into the folder `final` and return it.
 
-    Collective over the world.
+    Collective over the world, in any one thread. The folder gets its name when everything in it is
+    durable.
+
+    Raises:
+        SaveError: A rank could not write; on every rank alike. What was there before stands.
     """
     partial = final.with_name(final.name + ".partial")
-    if mesh.is_main:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    mesh.barrier()
-    with _quiet_alone():
-        dcp.save(state, checkpoint_id=partial, no_dist=mesh.world_group is None)
-    elements = _gather_elements(mesh, state)
-    if mesh.is_main:
-        files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+    writer = TensorWriter(partial)
+
+    def begin() -> None:
+        if mesh.is_main:
+            # What failed before, of whatever step, may be what fills the disk.
+            for leftover in final.parent.glob("*.partial"):
+                shutil.rmtree(leftover)
+            partial.mkdir(parents=True)
+
+    def commit() -> None:
+        if not mesh.is_main:
+            return
         manifest = Manifest(
             path=partial,
             step=step,
             config=config,
             data_fingerprint=data_fingerprint,
-            elements=elements,
-            files=files,
+            elements=writer.elements,
+            files=dict(sorted(writer.files.items())),
             versions=versions,
         )
         write_manifest(partial, manifest)
         _make_durable(partial)
         _replace(partial, final)
-    mesh.barrier()
+
+    try:
+        mesh.together(begin)
+        with _quiet_alone():
+            dcp.save(
+                state,
+                storage_writer=writer,
+                process_group=mesh.checkpoint_group,
+                no_dist=mesh.checkpoint_group is None,
+            )
+        mesh.together(commit)
+    except CheckpointException as error:
+        raise SaveError(f"{final}: not saved: {_reasons(error)}") from error
+    except RuntimeError as error:  # of `together`, or of a group whose other end is gone
+        raise SaveError(f"{final}: not saved: {error}") from error
     return final
 
 
@@ -134,13 +166,21 @@ def load_model_state(model: Transformer, manifest: Manifest) -> None:
 def _read(state: dict[str, Any], manifest: Manifest, *, alone: bool) -> None:
     try:
         with _quiet_alone():
-            dcp.load(state, checkpoint_id=manifest.path, no_dist=alone)
+            dcp.load(state, storage_reader=TensorReader(manifest.path), no_dist=alone)
     except CheckpointException as error:
-        reasons = {str(failure[0]).splitlines()[0] for failure in error.failures.values()}
         raise CheckpointError(
-            f"{manifest.path}: damaged: its tensors cannot be read ({'; '.join(reasons)}); use an "
+            f"{manifest.path}: damaged: its tensors cannot be read ({_reasons(error)}); use an "
             "older checkpoint"
         ) from error
+
+
+def _reasons(error: CheckpointException) -> str:
+    """Return what each rank that failed has to say, in one line."""
+    words = []
+    for rank, (failure, _) in sorted(error.failures.items()):
+        first = (str(failure).splitlines() or [""])[0]
+        words.append(f"rank {rank}: {type(failure).__name__}: {first}")
+    return "; ".join(words)
 
 
 @contextmanager

@@ -1,10 +1,15 @@
 """Checkpoints: FP32 main weights and moments in global coordinates, complete or not there at all.
 
-A checkpoint is a folder `step-00000400`: the tensors as torch.distributed.checkpoint writes them
-and `checkpoint.json`, which says what they are. It is written under a temporary name and renamed
-when everything is durable, so a folder of the final name is always whole. Tensors are flat ranges
-of the global tensor (`olmo_distopt.FlatShard`): any layout loads any other's. BF16 and MXFP8 copies
-are rebuilt, never saved.
+A checkpoint is a folder `step-00000400`: tensors in safetensors files, where they lie
+(`tensors.json`) and what they are (`checkpoint.json`); nothing in it can be executed. It is written
+under a temporary name and renamed when everything is durable, and loses its name before it is
+deleted, so a folder of the final name is always whole. Tensors are flat ranges of the global tensor
+(`olmo_distopt.FlatShard`): any layout loads any other's. BF16 and MXFP8 copies are rebuilt, never
+saved.
+
+    step-00000400.partial   being written
+    step-00000400.replaced  set aside while a new one takes its name
+    step-00000400.deleted   being deleted
 
 This module reads and checks `checkpoint.json` without torch; `checkpoint.py` moves tensors.
 """
@@ -19,10 +24,11 @@ from typing import Any
 from olmo_trainer.config import ModelConfig, TrainerConfig
 from olmo_trainer.overrides import ConfigError, parse_config
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "checkpoint.json"
 CHECKPOINTS = "checkpoints"  # in a run's folder
-_NAME = re.compile(r"step-(\d{8})")
+_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
+_PICKLES = (".metadata", ".distcp", ".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt")
 
 
 class CheckpointError(ValueError):
@@ -54,7 +60,7 @@ def checkpoint_path(run: Path, step: int) -> Path:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return `path` when it is a checkpoint, or the newest one of the run folder `path`.
+    """Return `path` when it is a checkpoint, or the newest whole one of the run folder `path`.
 
     Raises:
         CheckpointError: Neither.
@@ -62,9 +68,14 @@ def find_checkpoint(path: Path) -> Path:
     path = path.expanduser()
     if (path / MANIFEST).is_file():
         return path
-    newest = newest_step(path)
-    if newest >= 0:
-        return checkpoint_path(path, newest)
+    damaged: list[str] = []
+    for _, folder in checkpoints_of(path):
+        try:
+            return read_manifest(folder).path
+        except CheckpointError as error:
+            damaged.append(str(error))
+    if damaged:
+        raise CheckpointError(f"{path}: no whole checkpoint here: {'; '.join(damaged)}")
     if path.name.startswith("step-") and path.is_dir():
         raise CheckpointError(f"{path}: not a whole checkpoint: {MANIFEST} is missing")
     raise CheckpointError(
@@ -72,10 +83,35 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
+def newest_manifest(folder: str | None) -> Manifest | None:
+    """Return the newest whole checkpoint of a run that may not have begun; `None` without one.
+
+    Raises:
+        CheckpointError: No folder is named, or all checkpoints in it are damaged.
+    """
+    if folder is None:
+        raise CheckpointError(
+            "--continue needs the run's folder, the same each time: --set run.folder=FOLDER"
+        )
+    run = Path(folder).expanduser()
+    return read_manifest(find_checkpoint(run)) if checkpoints_of(run) else None
+
+
+def checkpoints_of(run: Path) -> list[tuple[int, Path]]:
+    """Return step and folder of a run's checkpoints, newest first, whether whole or damaged.
+
+    One that was set aside counts, until a new one has its name.
+    """
+    found: dict[int, Path] = {}
+    for folder in sorted((run / CHECKPOINTS).glob("step-*")):  # a name, then the name set aside
+        if name := _NAME.fullmatch(folder.name):
+            found.setdefault(int(name.group(1)), folder)
+    return sorted(found.items(), reverse=True)
+
+
 def newest_step(run: Path) -> int:
-    """Return the step of the newest checkpoint in a run folder, -1 without one."""
-    names = [_NAME.fullmatch(each.name) for each in (run / CHECKPOINTS).glob("step-*")]
-    return max((int(name.group(1)) for name in names if name), default=-1)
+    """Return the step of the newest whole checkpoint in a run folder, -1 without one."""
+    return next((step for step, folder in checkpoints_of(run) if is_whole(folder)), -1)
 
 
 def newest_run(folder: Path) -> Path:
@@ -94,13 +130,15 @@ def read_manifest(path: Path) -> Manifest:
     """Read and check a checkpoint's description and its files' sizes.
 
     Raises:
-        CheckpointError: The description cannot be read, or a file is missing or cut short.
+        CheckpointError: The description cannot be read, a file is missing or cut short, or a
+            pickle lies beside the files it names.
     """
     try:
         raw: dict[str, Any] = json.loads((path / MANIFEST).read_text())
         if raw["format"] != FORMAT:
+            why = ", whose index is a pickle that loading would execute" * (raw["format"] == 1)
             raise CheckpointError(
-                f"{path}: format {raw['format']} is not the one this version reads ({FORMAT})"
+                f"{path}: format {raw['format']}{why} is not the one this version reads ({FORMAT})"
             )
         manifest = Manifest(
             path=path,
@@ -111,10 +149,24 @@ def read_manifest(path: Path) -> Manifest:
             files=raw["files"],
             versions=raw["versions"],
         )
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, ConfigError) as error:
+    except (
+        OSError,
+        UnicodeDecodeError,
+        json.JSONDecodeError,
+        KeyError,
+        TypeError,
+        ConfigError,
+    ) as error:
         raise CheckpointError(
             f"{path / MANIFEST}: cannot be read: {type(error).__name__}: {error}"
         ) from None
+    for file in sorted(path.iterdir()):
+        if file.name not in manifest.files and file.name.endswith(_PICKLES):
+            raise CheckpointError(
+                f"{path}: {file.name} is none of its files and may be a pickle, which runs what it "
+                "holds when it is loaded; nothing here reads it: find out who put it there, and "
+                "remove it"
+            )
     for name, size in manifest.files.items():
         file = path / name
         found = file.stat().st_size if file.is_file() else None
@@ -176,13 +228,48 @@ def check_same_data(manifest: Manifest, fingerprint: str) -> None:
 
 def discard_leftovers(run: Path) -> None:
     """Delete what a killed save left behind; give back its name to a checkpoint it had moved."""
-    for partial in (run / CHECKPOINTS).glob("*.partial"):
-        shutil.rmtree(partial)
+    for ending in ("partial", "deleted"):
+        for leftover in (run / CHECKPOINTS).glob(f"*.{ending}"):
+            shutil.rmtree(leftover)
     for aside in (run / CHECKPOINTS).glob("*.replaced"):
         if aside.with_suffix("").exists():
             shutil.rmtree(aside)
         else:
             aside.rename(aside.with_suffix(""))
+
+
+def delete_expired(run: Path, *, keep_last: int, keep_every: int) -> list[int]:
+    """Delete a run's checkpoints but those to keep; return the steps deleted, oldest first.
+
+    Call it when a new one is durable. A checkpoint loses its name before its files.
+
+    Args:
+        run: The run's folder.
+        keep_last: How many of the newest whole ones to keep; 0 keeps all.
+        keep_every: Steps that are a multiple of it are kept too; 0 = none. Step 0, where an import
+            lies, is a multiple.
+    """
+    if not keep_last:
+        return []
+    deleted, whole = [], 0
+    for step, folder in checkpoints_of(run):
+        if whole < keep_last:
+            whole += is_whole(folder)  # what is damaged keeps nobody else from being kept
+        elif not (keep_every and step % keep_every == 0):
+            doomed = folder.with_name(f"step-{step:08d}.deleted")
+            folder.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+            deleted.append(step)
+    return deleted[::-1]
+
+
+def is_whole(path: Path) -> bool:
+    """Whether `read_manifest` would take it."""
+    try:
+        read_manifest(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _differs(manifest: Manifest, key: str, old: object, new: object) -> CheckpointError:

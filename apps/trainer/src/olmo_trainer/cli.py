@@ -1,15 +1,18 @@
 """The command line: arguments to a command. Answers `--help` and wrong arguments without torch.
 
-    uv run apps/trainer [train] [RECIPE] [--set a.b=c ...] [--steps N] [--resume [PATH]] [--dry-run]
+    uv run apps/trainer [train] [RECIPE] [--set a.b=c ...] [--steps N] [--dry-run]
+                                [--resume [PATH] | --continue]
     uv run apps/trainer verify [RECIPE] [--set a.b=c ...]
     uv run apps/trainer sample CHECKPOINT [--prompt TEXT] [--bytes N] [--temperature X] [--seed N]
     uv run apps/trainer inspect CHECKPOINT
+    uv run apps/trainer report RUN [RUN ...] [--to FILE]
     uv run apps/trainer prepare TEXT ... --to FOLDER [--tokenizer FILE] [--workers N] ...
     uv run apps/trainer import FOLDER RUN [RECIPE] [--set a.b=c ...]
     uv run apps/trainer export CHECKPOINT FOLDER [--dtype TYPE] [--end TOKEN]
     uv run apps/trainer recipes
 
-Exit codes: 0 done, 1 a verification or a run failed, 2 wrong input, 130 stopped and saved.
+Exit codes: 0 done (with `--continue` also stopped as asked), 1 a verification or a run failed,
+2 wrong input, 130 stopped and saved.
 """
 
 import argparse
@@ -26,7 +29,9 @@ if TYPE_CHECKING:
 
     from olmo_trainer.config import TrainerConfig
 
-COMMANDS = ("train", "verify", "sample", "inspect", "prepare", "import", "export", "recipes")
+COMMANDS = (
+    *("train", "verify", "sample", "inspect", "report", "prepare", "import", "export", "recipes"),
+)
 DEFAULT_RECIPE = "toy"
 IMPORT_RECIPE = "olmoe-1b-7b"
 EXAMPLES = """\
@@ -79,12 +84,20 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train a recipe (the default command)")
     _add_config(train)
     train.add_argument("--steps", type=int, metavar="N", help="same as --set steps=N")
-    train.add_argument(
+    onward = train.add_mutually_exclusive_group()
+    onward.add_argument(
         "--resume",
         nargs="?",
         const="",
         metavar="PATH",
         help="continue a run folder or checkpoint; without PATH the newest run of the recipe",
+    )
+    onward.add_argument(
+        "--continue",
+        action="store_true",
+        dest="goes_on",
+        help="go on with the newest checkpoint of run.folder, or start when there is none: the "
+        "same command again after a crash",
     )
     train.add_argument(
         "--dry-run", action="store_true", help="print config, parameters and bytes; train nothing"
@@ -112,6 +125,16 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="say what a checkpoint holds")
     inspect.add_argument("checkpoint", type=Path, help="a run folder or a checkpoint")
     inspect.set_defaults(run=_inspect)
+
+    report = commands.add_parser("report", help="draw a run, over or not, or compare several")
+    report.add_argument("runs", nargs="+", type=Path, metavar="run", help="run folders")
+    report.add_argument(
+        "--to",
+        type=Path,
+        metavar="FILE",
+        help="of a comparison (default: comparison.html; one run's report lies in its folder)",
+    )
+    report.set_defaults(run=_report)
 
     _add_prepare(commands.add_parser("prepare", help="turn text into token files to train on"))
 
@@ -176,36 +199,47 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from olmo_trainer.checkpoint_manifest import find_checkpoint, newest_run, read_manifest
+    from olmo_trainer.checkpoint_manifest import (
+        find_checkpoint,
+        newest_manifest,
+        newest_run,
+        read_manifest,
+    )
     from olmo_trainer.overrides import apply_overrides
 
     settings = [*options.settings]
     if options.steps is not None:
         settings.append(f"steps={options.steps}")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     resume = None
-    if options.resume is not None:
-        name = options.recipe or DEFAULT_RECIPE
-        path = Path(options.resume) if options.resume else newest_run(Path("runs") / name)
-        resume = read_manifest(find_checkpoint(path))
-    # A checkpoint brings its configuration; a recipe named beside it replaces that.
-    base = resume.config if resume and options.recipe is None else _recipe(options.recipe)
-    if resume:  # where it is now, with as many ranks as there are: not as it was written
-        run = base.run.model_copy(update={"folder": None})
-        layout = base.layout.model_copy(update={"data": None})
-        base = base.model_copy(update={"run": run, "layout": layout})
-    config = apply_overrides(base, settings).for_world(int(os.environ.get("WORLD_SIZE", "1")))
+    if options.goes_on:
+        config = apply_overrides(_recipe(options.recipe), settings).for_world(world)
+        resume = newest_manifest(config.run.folder)
+    else:
+        if options.resume is not None:
+            name = options.recipe or DEFAULT_RECIPE
+            path = Path(options.resume) if options.resume else newest_run(Path("runs") / name)
+            resume = read_manifest(find_checkpoint(path))
+        # A checkpoint brings its configuration; a recipe named beside it replaces that.
+        base = resume.config if resume and options.recipe is None else _recipe(options.recipe)
+        if resume:  # where it is now, with as many ranks as there are: not as it was written
+            run = base.run.model_copy(update={"folder": None})
+            layout = base.layout.model_copy(update={"data": None})
+            base = base.model_copy(update={"run": run, "layout": layout})
+        config = apply_overrides(base, settings).for_world(world)
     console = _console()
     if options.dry_run:
         from olmo_trainer.describe import print_config
 
         print_config(config, console)
         return 0
+    from olmo_trainer.checkpoint import SaveError
     from olmo_trainer.loop import train
     from olmo_trainer.step import NonFiniteError
 
     try:
-        outcome = train(config, resume=resume, console=console)
-    except NonFiniteError as error:
+        outcome = train(config, resume=resume, goes_on=options.goes_on, console=console)
+    except (NonFiniteError, SaveError) as error:
         _complain(f"error: {error}")
         return 1
     if outcome is None:
@@ -218,7 +252,8 @@ def _train(options: argparse.Namespace) -> int:
                 soft_wrap=True,
             )
         return 0
-    return 0 if outcome.finished else STOPPED
+    # A launcher takes another code for a crash, and would start the run again at once.
+    return 0 if outcome.finished or options.goes_on else STOPPED
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -270,6 +305,22 @@ def _inspect(options: argparse.Namespace) -> int:
     from olmo_trainer.describe import print_manifest
 
     print_manifest(read_manifest(find_checkpoint(options.checkpoint)), _console())
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    if len(options.runs) == 1:
+        if options.to is not None:
+            raise ValueError("--to is for several runs; the report of one lies in its folder")
+        from olmo_trainer.report.of_run import report_run
+
+        path = report_run(options.runs[0].expanduser())
+    else:
+        from olmo_trainer.report.compare import write_comparison
+
+        folders = [folder.expanduser() for folder in options.runs]
+        path = write_comparison(options.to or Path("comparison.html"), folders)
+    _console().print(str(path), soft_wrap=True)
     return 0
 
 

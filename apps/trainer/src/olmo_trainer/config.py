@@ -255,8 +255,36 @@ class RunConfig(Config):
         default=128, ge=1, description="most sequences in one evaluation"
     )
     save_every: int = Field(default=200, ge=0, description="0 = only at the end")
+    save_mode: Literal["background", "blocking"] = Field(
+        default="background",
+        description="background = train on while files are written, from a copy in host memory",
+    )
+    keep_last: int = Field(default=0, ge=0, description="newest checkpoints to keep; 0 = all")
+    keep_every: int = Field(
+        default=0, ge=0, description="steps whose checkpoints are kept beside them; 0 = none"
+    )
     sample_bytes: int = Field(default=300, ge=0, description="continuation at the end, 0 = none")
+    trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], SplitWords] = Field(
+        default=(), description="where the numbers of metrics.jsonl are sent too"
+    )
+    watchdog_seconds: float = Field(
+        default=600.0, ge=0, description="without progress that end the run; 0 = none do"
+    )
     threads: int = Field(default=0, ge=0, description="CPU threads a rank; 0 = cores / local ranks")
+
+    @model_validator(mode="after")
+    def _keeping_agrees(self) -> Self:
+        if self.keep_every and not self.keep_last:
+            raise ValueError(
+                f"keep_every ({self.keep_every}) needs keep_last >= 1; with keep_last = 0 every "
+                "checkpoint is kept"
+            )
+        if self.keep_every and (not self.save_every or self.keep_every % self.save_every):
+            raise ValueError(
+                f"keep_every ({self.keep_every}) must be a multiple of save_every "
+                f"({self.save_every}), at least one"
+            )
+        return self
 
 
 class TrainerConfig(Config):

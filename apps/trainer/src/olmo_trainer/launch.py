@@ -7,6 +7,7 @@ and needs no process group.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -45,10 +46,23 @@ def launched(config: TrainerConfig, device: torch.device) -> Iterator[Mesh]:
     else:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(config.run.threads or max(1, (os.cpu_count() or 1) // local))
+    store = None
     if distributed:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        store, rank, world = next(dist.rendezvous("env://"))
+        # torchrun keeps one store over its restarts, with the addresses of processes that are gone.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"start-{attempt}", store)
+        # The watchdog knows more than a collective that ran out of time: it comes first.
+        patience = config.run.watchdog_seconds
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=20 * patience + 60) if patience else None,
+        )
     try:
-        yield create_mesh(config.layout, device)
+        yield create_mesh(config.layout, device, store=store)
     finally:
         if distributed:
             dist.destroy_process_group()

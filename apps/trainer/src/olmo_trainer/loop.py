@@ -14,21 +14,26 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch.distributed import PrefixStore
 
 from olmo_trainer import __version__
 from olmo_trainer.build import Assembly, assemble
-from olmo_trainer.checkpoint import load_checkpoint, save_checkpoint
+from olmo_trainer.checkpoint import load_checkpoint
 from olmo_trainer.checkpoint_manifest import (
     Manifest,
     check_same_data,
     check_same_model,
+    checkpoints_of,
     discard_leftovers,
 )
+from olmo_trainer.checkpoint_saver import CheckpointSaver
 from olmo_trainer.config import TrainerConfig
-from olmo_trainer.data import TrainData
+from olmo_trainer.data import Batch, ByteTokenizer, TrainData
+from olmo_trainer.device_peaks import peak_flops
 from olmo_trainer.dispatcher import check_installed
 from olmo_trainer.launch import launched, pick_device
 from olmo_trainer.learning_rate import learning_rate
+from olmo_trainer.memory import measure_memory
 from olmo_trainer.mesh import Mesh
 from olmo_trainer.metrics import (
     METRICS,
@@ -39,11 +44,16 @@ from olmo_trainer.metrics import (
     StepRecord,
 )
 from olmo_trainer.open_data import end_with_data, open_data
+from olmo_trainer.phases import PhaseClock
 from olmo_trainer.progress import Progress
+from olmo_trainer.rank_times import RankTimes, slow_rank
 from olmo_trainer.run_folder import claim_folder, prepare_folder
-from olmo_trainer.sizes import count_parameters
+from olmo_trainer.sizes import count_flops, count_parameters
+from olmo_trainer.statistics import StepTotals
 from olmo_trainer.step import NonFiniteError, accumulate_gradients, heldout_loss, update
-from olmo_trainer.stop_requests import stop_requests
+from olmo_trainer.stop_requests import STOP, stop_requests
+from olmo_trainer.trackers import Tracking, require_trackers
+from olmo_trainer.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -57,12 +67,15 @@ class Outcome:
     report: Path | None
 
 
-def train(config: TrainerConfig, *, resume: Manifest | None, console: Console) -> Outcome | None:
+def train(
+    config: TrainerConfig, *, resume: Manifest | None, goes_on: bool = False, console: Console
+) -> Outcome | None:
     """Train `config` (already fitted to the number of processes); return how it ended.
 
     Args:
         config: The run.
         resume: A checkpoint to continue from.
+        goes_on: Whether a folder with a run that has saved nothing may be started in again.
         console: Where the main rank prints.
 
     Returns:
@@ -72,6 +85,7 @@ def train(config: TrainerConfig, *, resume: Manifest | None, console: Console) -
         ValueError: Data or checkpoint do not fit the configuration; before any process group.
         NonFiniteError: A gradient or the held-out loss is not finite. The last checkpoint stands.
     """
+    require_trackers(config.run.trackers)
     device = pick_device(config)
     check_installed(config)
     data = open_data(config)
@@ -81,14 +95,19 @@ def train(config: TrainerConfig, *, resume: Manifest | None, console: Console) -
         check_same_data(resume, data.fingerprint)
         if resume.step >= config.steps:
             return None
-    folder = prepare_folder(config, resume)
+    folder = prepare_folder(config, resume, goes_on=goes_on)
     with launched(config, device) as mesh:
         _require_same_data(mesh, data)
+        _require_same_start(mesh, resume)
         if folder is None:
             claimed = str(claim_folder(config.name)) if mesh.is_main else ""
             folder = Path(mesh.broadcast_text(claimed))
         if mesh.is_main:
             discard_leftovers(folder)
+            (folder / STOP).unlink(missing_ok=True)
+        mesh.barrier()
+        if resume is not None and resume.path.suffix == ".replaced":  # has its name again
+            resume = replace(resume, path=resume.path.with_suffix(""))
         run = _Run(config, mesh, data, folder, console)
         outcome = run.train(resume)
         run.assembly.close()
@@ -107,23 +126,50 @@ class _Run:
         self.folder = folder
         self.console = console
         self.log: MetricsLog | None = None
+        self.tracking: Tracking | None = None
         self.versions = _versions(mesh)
         self.assembly: Assembly = assemble(config, mesh)
+        self.saver = CheckpointSaver(
+            self.assembly,
+            folder,
+            data_fingerprint=data.fingerprint,
+            versions=self.versions,
+            say=self._say,
+        )
+        self.watchdog = Watchdog(
+            rank=mesh.rank,
+            world=mesh.world,
+            store=None if mesh.store is None else PrefixStore("watchdog", mesh.store.clone()),
+            patience=config.run.watchdog_seconds,
+        )
+        stages = self.assembly.stages.values()
+        self.clock = PhaseClock(mesh.device, self.watchdog.beat, stages)
+        self.rank_times = RankTimes(mesh)
+        is_bytes = data.vocabulary.name == ByteTokenizer.name
+        self.bytes_per_token = 1.0 if is_bytes else None
+        self.flops_per_token = count_flops(config.model, config.data.sequence_length)
+        # FP32 products have another peak than BF16's.
+        is_bf16 = self.assembly.dtype == torch.bfloat16
+        self.peak = peak_flops(self.versions["device"]) if is_bf16 else None
 
     def train(self, resume: Manifest | None) -> Outcome:
         """Train from the start or from `resume` to the last step, or until asked to stop."""
-        first = 0
-        if resume is not None:
-            load_checkpoint(self.assembly, resume)
-            first = resume.step
-        self._announce(first)
-        with ExitStack() as stack:
-            if self.mesh.is_main:
-                path = self.folder / METRICS
-                self.log = stack.enter_context(MetricsLog(path, resume_step=first))
-            step, heldout, saved = self._train_steps(first)
-        report = self._conclude(step, heldout, saved) if self.mesh.is_main else None
-        self.mesh.barrier()
+        with self.watchdog:
+            first = 0
+            if resume is not None:
+                load_checkpoint(self.assembly, resume)
+                first = resume.step
+            self._announce(first)
+            with ExitStack() as stack:
+                stack.enter_context(self.saver)
+                if self.mesh.is_main:
+                    path = self.folder / METRICS
+                    self.log = stack.enter_context(MetricsLog(path, resume_step=first))
+                    self.tracking = stack.enter_context(self._open_trackers(first))
+                step, heldout, saved = self._train_steps(first)
+            self.watchdog.beat(step, "end")
+            report = self._conclude(heldout, saved) if self.mesh.is_main else None
+            self.mesh.barrier()
         return Outcome(
             step=step,
             finished=step == self.config.steps,
@@ -147,37 +193,60 @@ class _Run:
             if first == 0:
                 progress.say(f"before training: held-out {self._hold_out(0):.4f} nats a token")
             for step in range(first + 1, num_steps + 1):
-                record, stopping = self._step(step, stop, progress)
-                stopped = stopping and step < num_steps
+                record, totals = self._step(step, stop, progress)
+                stopped = totals.stop and step < num_steps
                 # The record comes before the checkpoint: a resume will not write it again.
                 if stopped:
                     # Who asks to stop may not have the time of an evaluation: save before it.
                     self._write(record)
-                    saved, heldout = self._save(step), self._hold_out(step)
+                    self.watchdog.beat(step, "save")
+                    saved, heldout = self.saver.save_now(step), self._hold_out(step)
                     progress.update(replace(record, heldout_loss=heldout))
                     progress.say(f"stopped after step {step}, as asked")
                     return step, heldout, saved
                 if step == num_steps or _due(step, run.heldout_every):
                     record = replace(record, heldout_loss=self._hold_out(step))
                 self._write(record)
-                saved = None
-                if step == num_steps or _due(step, run.save_every):
-                    saved = self._save(step)
-                progress.update(record)
-                if record.heldout_loss is not None and saved is not None and step == num_steps:
+                if step == num_steps or _due(step, run.log_every):
+                    ranks = self.rank_times.gather(step, measure_memory(self.assembly))
+                    self._write(ranks)
+                    if words := slow_rank(ranks):
+                        progress.say(words)
+                self.watchdog.beat(step, "save")
+                if step == num_steps and record.heldout_loss is not None:
+                    saved = self.saver.save_now(step)
+                    progress.update(record)
                     return step, record.heldout_loss, saved
+                if totals.save_failed:
+                    self.saver.save_now(step)
+                elif _due(step, run.save_every):
+                    self.saver.save(step)
+                progress.update(record)
         raise AssertionError(f"no step to run after step {first} of {num_steps}")
 
     def _write(self, record: Record) -> None:
         if self.log is not None:
             self.log.write(record)
+        if self.tracking is not None:
+            self.tracking.write(record)
+
+    def _open_trackers(self, first: int) -> Tracking:
+        return Tracking(
+            self.config.run.trackers,
+            self.folder,
+            name=self.config.name,
+            config=self.config.model_dump(mode="json"),
+            first_step=first,
+            say=self._say,
+        )
 
     def _step(
         self, step: int, stop: threading.Event, progress: Progress
-    ) -> tuple[StepRecord, bool]:
-        """Do step `step`, from 1; return its record and whether a rank wants to stop."""
+    ) -> tuple[StepRecord, StepTotals]:
+        """Do step `step`, from 1; return its record and its sums over all ranks."""
         assembly, mesh, config = self.assembly, self.mesh, self.config
         began = time.perf_counter()
+        self.clock.begin(step)
         batches = [
             batch.context_part(mesh.context, mesh.num_context).to(mesh.device, non_blocking=True)
             for batch in self.data.microbatches(
@@ -187,13 +256,24 @@ class _Run:
                 accumulation=config.batch.accumulation,
             )
         ]
-        accumulate_gradients(assembly, batches, stop=stop.is_set())
+        accumulate_gradients(
+            assembly,
+            batches,
+            stop=stop.is_set() or (mesh.is_main and (self.folder / STOP).exists()),
+            save_failed=self.saver.failed,
+            enter=self.clock.enter,
+        )
+        self.clock.enter("step")
         rate = learning_rate(config, step - 1)
         updated = update(assembly, step, rate)
         if updated.skips.reasons:
             progress.say(f"step {step} is left out: {', '.join(updated.skips.reasons)}")
-        totals, layers = assembly.statistics.totals(), assembly.statistics.layers()
+        totals = assembly.statistics.totals()
+        layers = assembly.statistics.layers(num_ranks=mesh.num_expert)
+        phases = self.clock.end()
+        self.rank_times.add(phases)
         seconds = time.perf_counter() - began
+        flops = totals.tokens * self.flops_per_token / seconds
         record = StepRecord(
             step=step,
             loss=totals.loss,
@@ -215,40 +295,68 @@ class _Run:
             dropped=totals.dropped,
             skipped=int(bool(updated.skips.reasons)),
             num_skipped=updated.skips.total,
+            balance={
+                name: [layer.report[name] for layer in layers]
+                for name in (layers[0].report if layers else ())
+            },
+            z_losses=[layer.z_loss for layer in layers],
+            phase_seconds=phases,
+            flops_per_second=flops,
+            model_flops_utilization=None if self.peak is None else flops / mesh.world / self.peak,
         )
-        return record, totals.stop
+        return record, totals
 
     def _hold_out(self, step: int) -> float:
         """Return the held-out loss; training is left bitwise as it was."""
-        began, mesh, config = time.perf_counter(), self.mesh, self.config
-        per_rank = config.batch.sequences // (mesh.num_data * config.batch.accumulation)
-        batches = [
-            batch.context_part(mesh.context, mesh.num_context).to(mesh.device)
-            for batch in self.data.heldout_batches(
-                per_rank,
-                num_replicas=mesh.num_data,
-                replica=mesh.data,
-                limit_sequences=config.run.heldout_sequences,
-            )
-        ]
-        loss, tokens = heldout_loss(self.assembly, batches)
+        began, sources = time.perf_counter(), self.data.heldout_by_source
+        limits: dict[str | None, int] = {None: self.config.run.heldout_sequences}
+        if len(sources) > 1:  # as great a part of each source, and something of every one
+            most, all_of_them = limits.pop(None), len(self.data.heldout)
+            limits |= {
+                name: max(1, round(min(1.0, most / all_of_them) * len(heldout)))
+                for name, heldout in sources.items()
+            }
+        found = {
+            name: heldout_loss(self.assembly, self._heldout_batches(name, limit))
+            for name, limit in limits.items()
+        }
+        tokens = sum(count for _, count in found.values())
+        loss = sum(each * count for each, count in found.values()) / max(tokens, 1)
         if not math.isfinite(loss):
             raise NonFiniteError(
                 f"step {step}: the held-out loss is {loss}; nothing was saved. Lower "
                 "optimizer.learning_rate."
             )
-        seconds = time.perf_counter() - began
-        self._write(HeldoutRecord(step=step, loss=loss, tokens=tokens, seconds=seconds))
+        named = {name: value for name, value in found.items() if name is not None}
+        self._write(
+            HeldoutRecord(
+                step=step,
+                loss=loss,
+                tokens=tokens,
+                seconds=time.perf_counter() - began,
+                source_losses={name: each for name, (each, _) in named.items()},
+                source_tokens={name: count for name, (_, count) in named.items()},
+            )
+        )
         return loss
 
-    def _save(self, step: int) -> Path:
-        return save_checkpoint(
-            self.assembly,
-            self.folder,
-            step,
-            data_fingerprint=self.data.fingerprint,
-            versions=self.versions,
-        )
+    def _heldout_batches(self, source: str | None, limit: int) -> list[Batch]:
+        mesh, config = self.mesh, self.config
+        per_rank = config.batch.sequences // (mesh.num_data * config.batch.accumulation)
+        return [
+            batch.context_part(mesh.context, mesh.num_context).to(mesh.device)
+            for batch in self.data.heldout_batches(
+                per_rank,
+                num_replicas=mesh.num_data,
+                replica=mesh.data,
+                limit_sequences=limit,
+                source=source,
+            )
+        ]
+
+    def _say(self, text: str) -> None:
+        if self.mesh.is_main:
+            self.console.print(text, soft_wrap=True)
 
     def _announce(self, step: int) -> None:
         if not self.mesh.is_main:
@@ -261,6 +369,9 @@ class _Run:
             + (f"; continuing {self.folder} after step {step}" if step else ""),
             soft_wrap=True,
         )
+        for later, path in checkpoints_of(self.folder):
+            if later > step:
+                self.console.print(f"left out {path}: damaged", soft_wrap=True)
         if self.data.order.max_steps == self.config.steps:
             self.console.print(
                 f"the data end after step {self.config.steps}: no more passes are allowed"
@@ -272,18 +383,20 @@ class _Run:
                 soft_wrap=True,
             )
 
-    def _conclude(self, step: int, heldout: float, saved: Path) -> Path:
+    def _conclude(self, heldout: float, saved: Path) -> Path:
         # matplotlib takes a second to import: only the rank that draws pays it, at the end.
         from olmo_trainer.end_of_run import conclude
 
-        facts = {"world": self.mesh.world, **self.versions}
-        return conclude(self.config, self.folder, saved, step, heldout, facts, self.console)
+        return conclude(self.config, self.folder, saved, heldout, self.console)
 
     def _header(self) -> dict[str, object]:
         return {
             "config": self.config.model_dump(mode="json"),
             "versions": self.versions,
             "world": self.mesh.world,
+            # What turns nats a token into nats a byte, where it is known.
+            "bytes_per_token": self.bytes_per_token,
+            "peak_flops": "unknown" if self.peak is None else self.peak,
         }
 
 
@@ -295,6 +408,19 @@ def _require_same_data(mesh: Mesh, data: TrainData) -> None:
         raise ValueError(
             f"every rank must read the same data, got {int(differ.item())} ranks that read other "
             "text than rank 0; use one Python version and one copy of the text on all machines"
+        )
+
+
+def _require_same_start(mesh: Mesh, resume: Manifest | None) -> None:
+    """Raise on every rank alike when ranks found other checkpoints to go on from."""
+    step = -1 if resume is None else resume.step
+    spoken = int(mesh.broadcast_text(str(step)))
+    differ = torch.tensor([float(spoken != step)], device=mesh.device)
+    if mesh.sum_over_world(differ).item():
+        raise ValueError(
+            f"every rank must find the same newest checkpoint, got {int(differ.item())} ranks that "
+            f"found another than rank 0 (step {spoken}); the run's folder must be on a file system "
+            "that all machines share"
         )
 
 

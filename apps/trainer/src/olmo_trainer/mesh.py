@@ -13,9 +13,12 @@ So expert shards may lie within a context group, be one, or span several. Five g
 * `expert` (M_E): different experts of the same layers; they exchange rows.
 * `expert_replicas` (D_E): the same experts; they hold replicas of expert parameters.
 * `pipeline` (P): the same tokens, different layers.
+
+And one over the world for whoever talks beside training, from a thread: `checkpoint`, on gloo
+always, since two threads must not share a group.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +47,8 @@ class Mesh:
     expert_group: dist.ProcessGroup | None = None
     expert_replica_group: dist.ProcessGroup | None = None
     pipeline_group: dist.ProcessGroup | None = None
+    checkpoint_group: dist.ProcessGroup | None = None
+    store: dist.Store | None = None  # where the ranks met
 
     @property
     def is_main(self) -> bool:
@@ -75,8 +80,35 @@ class Mesh:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return, for each of `numbers`, what each rank has, on every rank."""
+        table = torch.zeros(len(numbers), self.world, dtype=torch.float64, device=self.device)
+        table[:, self.rank] = torch.tensor(numbers, dtype=torch.float64)
+        return self.sum_over_world(table).tolist()
 
-def create_mesh(layout: LayoutConfig, device: torch.device) -> Mesh:
+    def together(self, action: Callable[[], None]) -> None:
+        """Do `action` on every rank, over the checkpoint group; fail on all when it fails on one.
+
+        Raises:
+            RuntimeError: On every rank alike, with what each rank that failed has to say.
+        """
+        failure = None
+        try:
+            action()
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        failures = [failure]
+        if self.checkpoint_group is not None:
+            failures = [None] * self.world
+            dist.all_gather_object(failures, failure, group=self.checkpoint_group)
+        reasons = [f"rank {rank}: {each}" for rank, each in enumerate(failures) if each is not None]
+        if reasons:
+            raise RuntimeError("; ".join(reasons))
+
+
+def create_mesh(
+    layout: LayoutConfig, device: torch.device, *, store: dist.Store | None = None
+) -> Mesh:
     """Make the groups of `layout` over the default process group, or of one process without one.
 
     Collective over the default group. `layout.data` must be set (`TrainerConfig.for_world`).
@@ -118,4 +150,12 @@ def create_mesh(layout: LayoutConfig, device: torch.device) -> Mesh:
         expert_group=group(lambda r: (r // num_expert,)),
         expert_replica_group=group(lambda r: (r // num_stage, r % num_expert)),
         pipeline_group=group(lambda r: (r % num_stage,)),
+        checkpoint_group=_gloo_group() if dist.is_initialized() else None,
+        store=store,
     )
+
+
+def _gloo_group() -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group

@@ -4,6 +4,7 @@ The file is JSON Lines in ASCII. Every line is one object whose `kind` names its
 
     {"kind": "header", "step": 0, "info": {...}}            a process began after `step` steps
     {"kind": "step", "step": 1, "loss": 5.61, ...}          one optimizer step, a `StepRecord`
+    {"kind": "ranks", "step": 20, "own_seconds": [...]}     each rank's own time a step
     {"kind": "heldout", "step": 100, "loss": 2.9, ...}      one pass over the held-out documents
 
 Steps count from 1: record `s` is what step `s` did, and a checkpoint of step `s` holds the weights
@@ -64,6 +65,14 @@ class StepRecord:
         dropped: Routes of all layers that found no room at their experts' rank.
         skipped: 1 when the guard left this step out, else 0.
         num_skipped: Steps left out so far.
+        balance: Every number of olmo_routing's `measure_balance`, by its name: a list of one entry
+            per MoE layer. `gerrymandered` is 0 or 1.
+        z_losses: Router z-loss of each MoE layer.
+        phase_seconds: Seconds of the main rank in each phase of the step (`phases.py`).
+        flops_per_second: Useful operations a second of all devices together: no recompute, no
+            padding. None in a log of before it was measured.
+        model_flops_utilization: Of one device, over its dense BF16 peak; None where that is not
+            known, or parameters are FP32.
 
     Raises:
         TypeError: A value is not a plain Python number (a tensor, say).
@@ -91,10 +100,18 @@ class StepRecord:
     dropped: int = 0
     skipped: int = 0
     num_skipped: int = 0
+    balance: dict[str, list[float]] = field(default_factory=dict)
+    z_losses: list[float] = field(default_factory=list)
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    flops_per_second: float | None = None
+    model_flops_utilization: float | None = None
 
     def __post_init__(self) -> None:
         _require_plain_numbers(self)
         lengths = {name: len(getattr(self, name)) for name in _PER_LAYER}
+        lengths |= {f"balance.{name}": len(values) for name, values in self.balance.items()}
+        if self.z_losses:
+            lengths["z_losses"] = len(self.z_losses)
         if len(set(lengths.values())) > 1:
             raise ValueError(
                 "The per-layer lists must have one entry per MoE layer each, got lengths "
@@ -112,6 +129,8 @@ class HeldoutRecord:
         loss: Held-out cross-entropy in nats per token, the mean over valid tokens.
         tokens: Valid tokens of the pass.
         seconds: Wall time of the pass.
+        source_losses: The same of each source of a mixture, by its name.
+        source_tokens: Valid tokens of each source.
 
     Raises:
         TypeError: A value is not a plain Python number.
@@ -121,6 +140,8 @@ class HeldoutRecord:
     loss: float
     tokens: int
     seconds: float
+    source_losses: dict[str, float] = field(default_factory=dict)
+    source_tokens: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require_plain_numbers(self)
@@ -139,9 +160,31 @@ class RunHeader:
     info: dict[str, Any]
 
 
-Record = StepRecord | HeldoutRecord | RunHeader
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksRecord:
+    """What each rank did over the steps since the last such record, or since the start.
+
+    Attributes:
+        step: The last of these steps.
+        own_seconds: Of each rank, in order: its mean time a step in data, forward and backward.
+        memory_bytes: Of each rank, by kind (`memory.py`).
+
+    Raises:
+        TypeError: A value is not a plain Python number.
+    """
+
+    step: int
+    own_seconds: list[float]
+    memory_bytes: dict[str, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _require_plain_numbers(self)
+
+
+Record = StepRecord | HeldoutRecord | RanksRecord | RunHeader
 _KINDS: dict[str, type[Record]] = {
     "step": StepRecord,
+    "ranks": RanksRecord,
     "heldout": HeldoutRecord,
     "header": RunHeader,
 }
@@ -291,13 +334,15 @@ def _happened(record: Record, resume_step: int) -> bool:
     return record.step <= resume_step
 
 
-def _require_plain_numbers(record: StepRecord | HeldoutRecord) -> None:
+def _require_plain_numbers(record: StepRecord | HeldoutRecord | RanksRecord) -> None:
     for entry in fields(record):
         values = [getattr(record, entry.name)]
         while values:
             value = values.pop()
             if isinstance(value, (list, tuple)):
                 values.extend(value)
+            elif isinstance(value, dict):
+                values.extend(value.values())
             elif type(value) not in (int, float) and not (value is None and entry.default is None):
                 raise TypeError(
                     f"`{entry.name}` must hold plain Python numbers, got a "

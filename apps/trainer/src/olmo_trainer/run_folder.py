@@ -4,17 +4,20 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 
-from olmo_trainer.checkpoint_manifest import Manifest, newest_step
+from olmo_trainer.checkpoint_manifest import Manifest, checkpoints_of, newest_step
 from olmo_trainer.config import TrainerConfig
 from olmo_trainer.metrics import METRICS
 
 RUNS = Path("runs")
 
 
-def prepare_folder(config: TrainerConfig, resume: Manifest | None) -> Path | None:
+def prepare_folder(
+    config: TrainerConfig, resume: Manifest | None, *, goes_on: bool = False
+) -> Path | None:
     """Make the folder that `run.folder` names, or of the run that is resumed; or say why not.
 
-    Every rank may call it, before any process group.
+    Every rank may call it, before any process group. With `goes_on` a run that has saved nothing
+    yet may start again in its folder.
 
     Returns:
         The folder; `None` when a new one must be claimed (`claim_folder`).
@@ -36,7 +39,7 @@ def prepare_folder(config: TrainerConfig, resume: Manifest | None) -> Path | Non
                 f"{own} has later checkpoints than step {resume.step}, up to step {latest}; resume "
                 "the newest, or branch off with --set run.folder=ANOTHER"
             )
-    elif (folder / METRICS).exists() or newest_step(folder) >= 0:
+    elif ((folder / METRICS).exists() and not goes_on) or checkpoints_of(folder):
         raise ValueError(
             f"run.folder = {str(folder)!r} already holds a run; continue it with "
             f"--resume {folder}, or choose another folder"

@@ -116,6 +116,6 @@ class Stage(nn.Module):
                 fractions_BE=fractions_BE,
             )
             z = share * router_z_loss(routing.logits_TE, mask_T=mask_T)
-            self.statistics.add_routing(layer, routing, mask_T, balance, z)
+            self.statistics.add_routing(layer, routing, mask_T, balance, z, share)
             terms.append(self.moe.balance_loss * balance + self.moe.z_loss * z)
         return terms

@@ -7,9 +7,12 @@ all ranks is the whole step's. Float64, on the device: counts stay exact.
 from dataclasses import dataclass
 
 import torch
-from olmo_routing import Routing, measure_load
+from olmo_routing import BalanceReport, LoadReport, Routing, measure_balance, measure_load
 
 from olmo_trainer.config import ModelConfig
+
+# What a layer's sums of counts and scores do not tell: means over tokens, added as shares.
+OF_THE_TOKENS = tuple(name for name in BalanceReport.names() if name not in LoadReport.names())
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class LayerBalance:
     entropy_deficit: float
     dead_experts: int
     honesty: float
+    report: dict[str, float]  # every number of `measure_balance`, these included
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class StepTotals:
     stop: bool
     head_z_loss: float
     dropped: int
+    save_failed: bool
 
 
 class StepStatistics:
@@ -44,14 +49,16 @@ class StepStatistics:
         self.moe_layers = model.moe_layers
         self.num_experts = model.moe.num_experts
         layers, E = len(self.moe_layers), self.num_experts
-        self._vector = torch.zeros(6 + layers * (2 * E + 2), dtype=torch.float64, device=device)
+        columns = 2 * E + 2 + len(OF_THE_TOKENS)
+        self._vector = torch.zeros(7 + layers * columns, dtype=torch.float64, device=device)
         # Cross entropy, auxiliary loss, targets, stop requests, the head's z-loss, routes
-        # that found no room.
-        self._totals = self._vector[:6]
-        rows = self._vector[6:].view(layers, 2 * E + 2)
+        # that found no room, failed saves.
+        self._totals = self._vector[:7]
+        rows = self._vector[7:].view(layers, columns)
         self._counts_LE = rows[:, :E]
         self._mass_LE = rows[:, E : 2 * E]
-        self._losses_L2 = rows[:, 2 * E :]  # balance loss and z-loss
+        self._losses_L2 = rows[:, 2 * E : 2 * E + 2]  # balance loss and z-loss
+        self._of_the_tokens_LM = rows[:, 2 * E + 2 :]
 
     def zero(self) -> None:
         """Start a step."""
@@ -78,6 +85,10 @@ class StepStatistics:
         """Ask every rank to stop after this step."""
         self._totals[3] += 1.0
 
+    def report_failed_save(self) -> None:
+        """Tell every rank that a save in the background came to nothing."""
+        self._totals[6] += 1.0
+
     def add_routing(
         self,
         layer: int,
@@ -85,14 +96,26 @@ class StepStatistics:
         mask_T: torch.Tensor,
         balance_share: torch.Tensor,
         z_share: torch.Tensor,
+        token_share: torch.Tensor,
     ) -> None:
-        """Add a microbatch's routing of a layer; shares are weighted by its part of the tokens."""
+        """Add a microbatch's routing of a layer; shares are weighted by its part of the tokens.
+
+        Called outside of what recompute runs twice, once a microbatch.
+        """
         row = layer - self.moe_layers.start
         scores = routing.scores_TE.detach()
         scores = scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
         self._counts_LE[row] += routing.counts_E
         self._mass_LE[row] += (scores * mask_T[:, None]).sum(0)
         self._losses_L2[row] += torch.stack((balance_share.detach(), z_share.detach()))
+        report = measure_balance(
+            routing.scores_TE.detach(),
+            routing.expert_ids_TK,
+            mask_T=mask_T,
+            weights_TK=routing.weights_TK.detach(),
+        )
+        means = torch.stack([getattr(report, name) for name in OF_THE_TOKENS])
+        self._of_the_tokens_LM[row] += token_share * means
 
     @property
     def vector(self) -> torch.Tensor:
@@ -109,17 +132,19 @@ class StepStatistics:
         return self._counts_LE[layer - self.moe_layers.start].round().to(torch.int64)
 
     def totals(self) -> StepTotals:
-        """Return the losses, the number of targets, and whether a rank asked to stop.
+        """Return the losses, the number of targets, and what a rank asked for or reported.
 
         Reads the device, as `layers` does; call after the reduction over the world.
         """
-        loss, auxiliary, tokens, stops, head_z_loss, dropped = self._totals.tolist()
-        return StepTotals(loss, auxiliary, round(tokens), stops > 0, head_z_loss, round(dropped))
+        loss, auxiliary, tokens, stops, head_z_loss, dropped, failures = self._totals.tolist()
+        return StepTotals(
+            loss, auxiliary, round(tokens), stops > 0, head_z_loss, round(dropped), failures > 0
+        )
 
-    def layers(self) -> list[LayerBalance]:
-        """Return how each routed layer used its experts."""
+    def layers(self, *, num_ranks: int = 1) -> list[LayerBalance]:
+        """Return how each routed layer used its experts, which `num_ranks` ranks share out."""
         reports = [
-            measure_load(counts, mass)
+            measure_load(counts, mass, num_ranks=num_ranks)
             for counts, mass in zip(self._counts_LE.cpu(), self._mass_LE.cpu(), strict=True)
         ]
         return [
@@ -131,8 +156,16 @@ class StepStatistics:
                 entropy_deficit=report.entropy_deficit.item(),
                 dead_experts=int(report.dead_experts),
                 honesty=report.honesty.item(),
+                report={
+                    **{name: float(getattr(report, name)) for name in LoadReport.names()},
+                    **dict(zip(OF_THE_TOKENS, of_the_tokens, strict=True)),
+                },
             )
-            for counts, (balance_loss, z_loss), report in zip(
-                self._counts_LE.tolist(), self._losses_L2.tolist(), reports, strict=True
+            for counts, (balance_loss, z_loss), of_the_tokens, report in zip(
+                self._counts_LE.tolist(),
+                self._losses_L2.tolist(),
+                self._of_the_tokens_LM.tolist(),
+                reports,
+                strict=True,
             )
         ]

@@ -7,7 +7,7 @@ The halves are separate because `verify` looks at the gradients between them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +45,13 @@ def count_tokens(assembly: Assembly, batches: Sequence[Batch]) -> tuple[torch.Te
 
 
 def accumulate_gradients(
-    assembly: Assembly, batches: Sequence[Batch], *, loss_scale: float = 1.0, stop: bool = False
+    assembly: Assembly,
+    batches: Sequence[Batch],
+    *,
+    loss_scale: float = 1.0,
+    stop: bool = False,
+    save_failed: bool = False,
+    enter: Callable[[str], None] = lambda phase: None,
 ) -> None:
     """Run this rank's microbatches; leave the reduced gradients in `main_grad`.
 
@@ -56,11 +62,16 @@ def accumulate_gradients(
         batches: Its microbatches of the global batch, `batch.accumulation` of them, on the device.
         loss_scale: 0 leaves the gradient of the auxiliary losses alone.
         stop: This rank asks all ranks to stop after the step.
+        save_failed: This rank knows that the save in the background came to nothing.
+        enter: Is told each phase that begins (`phases.py`).
     """
     assembly.statistics.zero()
     if stop:
         assembly.statistics.request_stop()
+    if save_failed:
+        assembly.statistics.report_failed_save()
     assembly.reducer.zero()
+    enter("wait")
     loss_tokens, real_tokens = count_tokens(assembly, batches)
     # A global batch without one target has loss 0, not 0 / 0.
     loss_tokens, real_tokens = loss_tokens.clamp_min(1.0), real_tokens.clamp_min(1.0)
@@ -69,6 +80,7 @@ def accumulate_gradients(
     assembly.executor.run(
         microbatches, activation_shape=lambda each: (*each.batch.tokens_BS.shape, width)
     )
+    enter("reduce")
     assembly.reducer.reduce()
     assembly.mesh.sum_over_world(assembly.statistics.vector)
 

@@ -1,4 +1,9 @@
-"""Ctrl-C and SIGTERM as a request to save and stop, not a blow."""
+"""Ctrl-C, SIGTERM and a file as a request to save and stop, not a blow.
+
+The file `stop` in a run's folder is for whoever has no signal that reaches the run, or needs longer
+than a launcher waits after one (torchrun: 30 s). It stays, so that a script can tell a run that was
+stopped from one that is over, until a process goes on with the run.
+"""
 
 import os
 import signal
@@ -8,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+STOP = "stop"  # in a run's folder
 SAME_SECONDS = 2.0
 
 

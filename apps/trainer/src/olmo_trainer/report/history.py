@@ -13,12 +13,19 @@ slope of one step is noise: a curve pools a window of steps, `sum cov / sum var`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from olmo_trainer.metrics import HeldoutRecord, Record, StepRecord, record_from_dict
+from olmo_trainer.metrics import (
+    HeldoutRecord,
+    RanksRecord,
+    Record,
+    RunHeader,
+    StepRecord,
+    record_from_dict,
+)
 
 MAX_LAYERS = 6  # drawn; a table lists them all
 
@@ -36,6 +43,16 @@ class RunHistory:
     heldout: np.ndarray  # (m, 2): step, loss
     not_finite: int
     names: list[str]  # of the L layers
+    bytes_per_token: float | None = None  # None where a token's bytes are not known
+    sources: dict[str, np.ndarray] = field(default_factory=dict)  # (m, 2) each: step, loss
+    phases: dict[str, np.ndarray] = field(default_factory=dict)  # seconds, each (n,)
+    balance: dict[str, np.ndarray] = field(default_factory=dict)  # each (n, L)
+    ranks: RanksRecord | None = None  # the last
+
+    @property
+    def loss_unit(self) -> str:
+        """What a loss is counted in."""
+        return "nats per byte" if self.bytes_per_token == 1 else "nats per token"
 
     @property
     def end(self) -> slice:
@@ -93,6 +110,10 @@ def gather_history(
     heldout |= {r.step: r.loss for r in made if isinstance(r, HeldoutRecord)}
     curves = ("loss", "learning_rate", "grad_norm", "tokens_per_second")
     values = {name: np.array([getattr(r, name) for r in steps], float) for name in curves}
+    extra = {
+        name: _optional([getattr(r, name) for r in steps])
+        for name in ("flops_per_second", "model_flops_utilization")
+    }
     layers = {
         name: np.array([getattr(r, name) for r in steps], float).reshape(len(steps), len(shape))
         for name in ("imbalance", "honesty", "entropy_deficit")
@@ -102,7 +123,7 @@ def gather_history(
     arrays = [*values.values(), layers["imbalance"], layers["entropy_deficit"], heldout_rows]
     return RunHistory(
         steps=np.array([r.step for r in steps], float),
-        values={name: _finite(array) for name, array in values.items()},
+        values={name: _finite(array) for name, array in (values | extra).items()},
         counts=np.array([r.expert_counts for r in steps], float).reshape(
             len(steps), len(shape), shape[0] if shape else 0
         ),
@@ -112,7 +133,45 @@ def gather_history(
         heldout=_finite(heldout_rows),
         not_finite=int(sum(np.sum(~np.isfinite(array)) for array in arrays)),
         names=names,
+        **_later(made, steps, len(shape)),
     )
+
+
+def _later(made: Sequence[Record], steps: Sequence[StepRecord], num_layers: int) -> dict[str, Any]:
+    """Gather what older logs do not hold; empty where the log has none of it."""
+    headers = [record for record in made if isinstance(record, RunHeader)]
+    known = headers[-1].info.get("bytes_per_token") if headers else None
+    passes = [record for record in made if isinstance(record, HeldoutRecord)]
+    sources = {name for each in passes for name in each.source_losses}
+    phases = list(dict.fromkeys(name for each in steps for name in each.phase_seconds))
+    numbers = {name for each in steps for name in each.balance}
+    nothing = [np.nan] * num_layers
+    ranks = [record for record in made if isinstance(record, RanksRecord)]
+    return {
+        "bytes_per_token": float(known) if isinstance(known, int | float) else None,
+        "sources": {
+            name: _finite(
+                np.array(
+                    [(r.step, r.source_losses[name]) for r in passes if name in r.source_losses],
+                    float,
+                )
+            )
+            for name in sorted(sources)
+        },
+        "phases": {
+            name: _finite(np.array([r.phase_seconds.get(name, np.nan) for r in steps], float))
+            for name in phases
+        },
+        "balance": {
+            name: _finite(np.array([r.balance.get(name, nothing) for r in steps], float))
+            for name in sorted(numbers)
+        },
+        "ranks": ranks[-1] if ranks else None,
+    }
+
+
+def _optional(values: Sequence[float | None]) -> np.ndarray:
+    return np.array([np.nan if value is None else value for value in values], float)
 
 
 def _finite(array: np.ndarray) -> np.ndarray:

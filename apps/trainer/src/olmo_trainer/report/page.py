@@ -1,6 +1,7 @@
 """The report of a run: one HTML file that needs nothing else, pictures and all.
 
-    headline numbers | loss | expert load per layer | balance honesty, imbalance | rate, norm
+    headline numbers | loss, each source's | expert load per layer | balance honesty, imbalance
+    rate, norm | time by phase, FLOPs | every balance number | ranks and their memory
     sampled text | config | what it ran on
 
 The page is well-formed XML, links to nothing, and is a function of its arguments alone: the same
@@ -9,9 +10,7 @@ run gives the same bytes.
 
 from __future__ import annotations
 
-import html
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ import numpy as np
 from olmo_trainer.metrics import Record
 from olmo_trainer.progress import si
 from olmo_trainer.report import pictures
+from olmo_trainer.report.costs import costs_section
+from olmo_trainer.report.elements import table, text
 from olmo_trainer.report.history import MAX_LAYERS, RunHistory, finite_mean, gather_history
 
 
@@ -44,9 +45,11 @@ def write_report(
         path: The file; its folder is made when missing, and an older report is replaced whole.
         title: Heading of the page.
         config: The resolved configuration, nested; shown as `a.b.c = value`, the form of `--set`.
-        summary: Headline numbers, each left out when missing: `heldout_loss` (nats per byte),
-            `bits_per_byte`, `tokens_per_second`, `parameters_total`, `parameters_active`, `steps`,
-            `tokens`, `seconds`. Everything else (versions, hardware, ...) is listed below as facts.
+        summary: Headline numbers, each left out when missing: `heldout_loss` (nats per token; per
+            byte where the last header says that a token is one), `bits_per_byte`,
+            `tokens_per_second`, `parameters_total`, `parameters_active`, `steps`, `tokens`,
+            `seconds`, `model_flops_utilization`. Everything else (versions, hardware, ...) is
+            listed below as facts.
         records: What `read_metrics` returns, or the same lines as dicts, in order of steps.
         sample: Text sampled from the trained model.
         layer_names: One name per MoE layer; "MoE layer 1", ... when None.
@@ -59,12 +62,15 @@ def write_report(
             `layer_names` is not that of the MoE layers.
     """
     history = gather_history(records, layer_names)
+    return write_page(path, _page(title, config, summary, history, sample))
+
+
+def write_page(path: str | os.PathLike[str], page: str) -> Path:
+    """Write a page whole; an older one stands until then."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(
-        _page(title, config, summary, history, sample), encoding="utf-8", newline="\n"
-    )
+    partial.write_text(page, encoding="utf-8", newline="\n")
     os.replace(partial, path)
     return path
 
@@ -76,7 +82,7 @@ def _duration(seconds: float) -> str:
 
 
 _HEADLINES = {  # key of the summary: heading, unit, how it is written
-    "heldout_loss": ("Held-out loss", "nats per byte", "{:.3f}".format),
+    "heldout_loss": ("Held-out loss", "", "{:.3f}".format),  # in the unit of the run
     "bits_per_byte": ("Bits per byte", "held-out text", "{:.3f}".format),
     "tokens_per_second": ("Throughput", "tokens per second", si),
     "parameters_total": ("Parameters", "in total", si),
@@ -84,6 +90,7 @@ _HEADLINES = {  # key of the summary: heading, unit, how it is written
     "steps": ("Steps", "of the optimizer", "{:,}".format),
     "tokens": ("Tokens", "trained on", si),
     "seconds": ("Time", "of training", _duration),
+    "model_flops_utilization": ("Utilization", "of the dense BF16 peak", "{:.1%}".format),
 }
 
 
@@ -95,33 +102,40 @@ def _page(
     sample: str,
 ) -> str:
     facts = {key: value for key, value in summary.items() if key not in _HEADLINES}
-    text = f"<pre>{_text(sample)}</pre>" if sample else "<p>No text was sampled.</p>"
+    sampled = f"<pre>{text(sample)}</pre>" if sample else "<p>No text was sampled.</p>"
     body = [
-        f"<header><h1>{_text(title)}</h1></header>",
-        _cards(summary),
+        f"<header><h1>{text(title)}</h1></header>",
+        _cards(summary, history.loss_unit),
         _notice(history),
         *_loss_section(history),
         *_expert_sections(history),
         *_optimizer_section(history),
-        f"<section><h2>Sampled text</h2>{text}</section>",
+        *costs_section(history),
+        f"<section><h2>Sampled text</h2>{sampled}</section>",
         f"<section><h2>Configuration</h2>{_settings(config)}</section>",
         f"<section><h2>What it ran on</h2>{_settings(facts)}</section>",
     ]
+    return html_page(title, body)
+
+
+def html_page(title: str, body: Sequence[str]) -> str:
+    """Return a whole page of these elements, those that are empty left out."""
     return "\n".join(
         [
             "<!DOCTYPE html>",
             '<html lang="en"><head><meta charset="utf-8" />',
             '<meta name="viewport" content="width=device-width, initial-scale=1" />',
-            f"<title>{_text(title)}</title><style>{_css()}</style></head><body><main>",
+            f"<title>{text(title)}</title><style>{_css()}</style></head><body><main>",
             *filter(None, body),
             "</main></body></html>\n",
         ]
     )
 
 
-def _cards(summary: Mapping[str, Any]) -> str:
+def _cards(summary: Mapping[str, Any], loss_unit: str) -> str:
     cards = [
-        f"<div><dt>{heading}</dt><dd>{_text(write(summary[key]))}</dd><dd>{unit}</dd></div>"
+        f"<div><dt>{heading}</dt><dd>{text(write(summary[key]))}</dd>"
+        f"<dd>{unit or loss_unit}</dd></div>"
         for key, (heading, unit, write) in _HEADLINES.items()
         if key in summary
     ]
@@ -138,11 +152,11 @@ def _notice(history: RunHistory) -> str:
         experts = history.counts.shape[-1]
         for layer, name in enumerate(history.names):
             if dead := history.dead_at_end[layer]:
-                notes.append(f"{_text(name)}: {dead} of {experts} experts got no route at the end.")
+                notes.append(f"{text(name)}: {dead} of {experts} experts got no route at the end.")
             # With a load this even there is nothing to pay for, and honesty is mostly noise.
             if honesty[layer] < 0 and load[layer] > 1.1:
                 notes.append(
-                    f"{_text(name)} is gerrymandered at the end: honesty {honesty[layer]:.2f}."
+                    f"{text(name)} is gerrymandered at the end: honesty {honesty[layer]:.2f}."
                 )
     items = "".join(f"<li>{note}</li>" for note in notes)
     return f'<ul class="notice">{items}</ul>' if notes else ""
@@ -159,7 +173,19 @@ def _loss_section(history: RunHistory) -> list[str]:
     smoothed = pictures.smoothing_note(history)
     caption = f"Cross-entropy of the held-out documents and of training batches{smoothed}."
     picture = pictures.picture(pictures.draw_loss, "loss", caption, history)
-    return [f"<section><h2>Loss</h2>{picture}</section>"]
+    return [f"<section><h2>Loss</h2>{picture}{_sources(history)}</section>"]
+
+
+def _sources(history: RunHistory) -> str:
+    if not history.sources:
+        return ""
+    rows = [(name, found[-1, 1]) for name, found in history.sources.items()]
+    return pictures.picture(
+        pictures.draw_sources, "sources", "Held-out loss of each source.", history
+    ) + table(
+        ["Source", f"Held-out loss at the end, {history.loss_unit}"],
+        [[name, f"{loss:.4f}"] for name, loss in rows],
+    )
 
 
 def _expert_sections(history: RunHistory) -> list[str]:
@@ -219,7 +245,7 @@ def _layer_table(history: RunHistory) -> str:
     )
     forms = ("{:.2f}", "{:.2f}", "{:.4f}", "{:.0f}", "{:.2f}")
     rows = "".join(
-        f"<tr><th>{_text(name)}</th>"
+        f"<tr><th>{text(name)}</th>"
         + "".join(
             f"<td>{form.format(value) if np.isfinite(value) else '&#8211;'}</td>"
             for form, value in zip(forms, row, strict=True)
@@ -257,13 +283,13 @@ def _settings(values: Mapping[str, Any]) -> str:
         return "<p>Nothing was given.</p>"
     alone = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
     nested = {key: value for key, value in values.items() if isinstance(value, Mapping)}
-    blocks = [_flatten(alone)] * bool(alone)
-    blocks += [_flatten({key: value}) for key, value in nested.items()]
+    blocks = [flatten(alone)] * bool(alone)
+    blocks += [flatten({key: value}) for key, value in nested.items()]
     return (
         '<div class="settings">'
         + "".join(
             "<table>"
-            + "".join(f"<tr><th>{_text(k)}</th><td>{_text(v)}</td></tr>" for k, v in block)
+            + "".join(f"<tr><th>{text(k)}</th><td>{text(v)}</td></tr>" for k, v in block)
             + "</table>"
             for block in blocks
         )
@@ -271,26 +297,16 @@ def _settings(values: Mapping[str, Any]) -> str:
     )
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Return nested values as pairs `a.b.c`, text."""
     rows: list[tuple[str, str]] = []
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            rows += _flatten(value, f"{name}.")
+            rows += flatten(value, f"{name}.")
         else:
             rows.append((name, str(value)))
     return rows
-
-
-def _text(value: object) -> str:
-    """Escape text; write control characters as Python does, as HTML can hold none."""
-    shown = str(value).encode("utf-8", "replace").decode("utf-8")
-    shown = re.sub(
-        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]",
-        lambda found: found[0].encode("unicode_escape").decode("ascii"),
-        shown,
-    )
-    return html.escape(shown)
 
 
 def _css() -> str:

@@ -23,7 +23,7 @@ from olmo_trainer.report.history import RunHistory, smooth
 
 _MAX_POINTS = 600  # of one drawn curve
 _MAX_COLUMNS = 180  # of one heat map
-_WIDE, _HALF, _THIRD = 10.4, 5.1, 3.35  # inches; one inch is about 100 CSS pixels on the page
+WIDE, _HALF, _THIRD = 10.4, 5.1, 3.35  # inches; one inch is about 100 CSS pixels on the page
 
 # Okabe and Ito's colour-blind safe hues; first the code that is drawn, which is the light theme's.
 COLOURS = {  # drawn and light, dark
@@ -37,7 +37,7 @@ COLOURS = {  # drawn and light, dark
     "amber": ("#b97f00", "#e6b23c"),
     "sky": ("#3f8fb5", "#7cc4ea"),
 }
-_LINE_COLOURS = ("blue", "vermillion", "green", "purple", "amber", "sky")
+LINE_COLOURS = ("blue", "vermillion", "green", "purple", "amber", "sky")
 _LOAD_COLOURS = LinearSegmentedColormap.from_list(
     "load", [(0.0, 0.447, 0.698, 1.0), (0.5, 0.5, 0.5, 0.0), (0.835, 0.369, 0.0, 1.0)]
 )
@@ -109,7 +109,8 @@ def _step_axis(axes: Axes, places: np.ndarray) -> None:
     axes.set_xlabel("optimizer step")
 
 
-def _curve(axes: Axes, x: np.ndarray, y: np.ndarray, colour: str, **options: Any) -> None:
+def curve(axes: Axes, x: np.ndarray, y: np.ndarray, colour: str, **options: Any) -> None:
+    """Draw a curve, thinned to what a picture can show."""
     x, y = _thin(x, y)
     if np.isfinite(y).sum() == 1:  # a line through one point shows nothing
         options |= {"marker": "o", "markersize": 4, "clip_on": False}
@@ -121,11 +122,12 @@ def _raw_and_smooth(
 ) -> None:
     window = smoothing_window(history)
     if window > 1:
-        _curve(axes, history.steps, values, colour, alpha=0.3, linewidth=0.8)
-    _curve(axes, history.steps, smooth(values, window), colour, label=label)
+        curve(axes, history.steps, values, colour, alpha=0.3, linewidth=0.8)
+    curve(axes, history.steps, smooth(values, window), colour, label=label)
 
 
-def _legend(axes: Axes, columns: int) -> None:
+def legend(axes: Axes, columns: int) -> None:
+    """Name the curves above the picture."""
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1.02),
@@ -137,7 +139,7 @@ def _legend(axes: Axes, columns: int) -> None:
 
 def draw_loss(history: RunHistory) -> Figure:
     """Draw training and held-out loss over steps."""
-    figure, axes = _axes(history, _WIDE, 3.5, "cross-entropy (nats per byte)")
+    figure, axes = _axes(history, WIDE, 3.5, f"cross-entropy ({history.loss_unit})")
     if len(history.steps):
         _raw_and_smooth(axes, history, history.values["loss"], "blue", "training")
     if len(history.heldout):
@@ -161,12 +163,52 @@ def draw_loss(history: RunHistory) -> Figure:
                 color=COLOURS["vermillion"][0],
                 weight="bold",
             )
-    bits = axes.secondary_yaxis(
-        "right", functions=(lambda nats: nats / np.log(2), lambda bits: bits * np.log(2))
+    if history.bytes_per_token is not None:
+        scale = np.log(2) * history.bytes_per_token
+        bits = axes.secondary_yaxis(
+            "right", functions=(lambda nats: nats / scale, lambda bits: bits * scale)
+        )
+        bits.set_ylabel("bits per byte")
+        bits.spines["right"].set_visible(False)
+    legend(axes, 2)
+    return figure
+
+
+def draw_sources(history: RunHistory) -> Figure:
+    """Draw the held-out loss of each source, the first six by name."""
+    figure, axes = _axes(history, WIDE, 2.8, f"held-out ({history.loss_unit})")
+    for colour, (name, rows) in zip(LINE_COLOURS, history.sources.items(), strict=False):
+        axes.plot(*rows.T, color=COLOURS[colour][0], marker="o", markersize=3, label=name)
+    legend(axes, 6)
+    return figure
+
+
+def draw_phases(history: RunHistory) -> Figure:
+    """Draw the seconds of each phase of a step, one on the other."""
+    figure, axes = _axes(history, _HALF, 3.1, "seconds a step, main rank")
+    window = smoothing_window(history)
+    names = list(history.phases)
+    curves = [smooth(history.phases[name], window) for name in names]
+    places = np.unique(np.linspace(0, len(history.steps) - 1, _MAX_POINTS).round().astype(int))
+    axes.stackplot(
+        history.steps[places],
+        *(np.nan_to_num(curve[places]) for curve in curves),
+        labels=names,
+        colors=[COLOURS[colour][0] for colour, _ in zip(LINE_COLOURS, names, strict=False)],
+        alpha=0.8,
+        linewidth=0,
     )
-    bits.set_ylabel("bits per byte")
-    bits.spines["right"].set_visible(False)
-    _legend(axes, 2)
+    axes.set_ylim(bottom=0)
+    legend(axes, 3)
+    return figure
+
+
+def draw_flops(history: RunHistory) -> Figure:
+    """Draw useful operations a second of all devices, and what part of their peak that is."""
+    figure, axes = _axes(history, _HALF, 3.1, "useful FLOP/s, all devices")
+    _raw_and_smooth(axes, history, history.values["flops_per_second"], "green")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     return figure
 
 
@@ -175,7 +217,7 @@ def draw_load(history: RunHistory, layer: int, last: bool) -> Figure:
     counts = history.counts[:, layer]  # (n, E)
     experts = counts.shape[1]
     height = float(np.clip(0.6 + 0.16 * experts, 1.5, 4.0)) + 0.2 * last
-    figure = Figure(figsize=(_WIDE, height), layout="constrained")
+    figure = Figure(figsize=(WIDE, height), layout="constrained")
     grid = figure.add_gridspec(1, 2, width_ratios=(6, 1), wspace=0.03)
     axes, side = figure.add_subplot(grid[0]), figure.add_subplot(grid[1])
 
@@ -218,8 +260,8 @@ def draw_honesty(history: RunHistory) -> Figure:
     figure, axes = _axes(history, _HALF, 3.1, "honesty  cov(f, P) / var(f)")
     curves = history.pooled_honesty(smoothing_window(history))
     for index, layer in enumerate(history.drawn):
-        colour = _LINE_COLOURS[index]
-        _curve(axes, history.steps, curves[:, layer], colour, label=history.names[layer])
+        colour = LINE_COLOURS[index]
+        curve(axes, history.steps, curves[:, layer], colour, label=history.names[layer])
     numbers = curves[np.isfinite(curves)]
     low, high = np.percentile(numbers, [2, 98]) if len(numbers) else (0.0, 1.0)
     low, high = float(np.clip(low - 0.1, -2, -0.35)), float(np.clip(high + 0.1, 1.2, 3))
@@ -244,7 +286,7 @@ def draw_honesty(history: RunHistory) -> Figure:
         textcoords="offset points",
         color=COLOURS["vermillion"][0],
     )
-    _legend(axes, 3)
+    legend(axes, 3)
     return figure
 
 
@@ -253,16 +295,16 @@ def draw_imbalance(history: RunHistory) -> Figure:
     figure, axes = _axes(history, _HALF, 3.1, "busiest expert's load / mean load")
     for index, layer in enumerate(history.drawn):
         values = smooth(history.imbalance[:, layer], smoothing_window(history))
-        _curve(axes, history.steps, values, _LINE_COLOURS[index], label=history.names[layer])
+        curve(axes, history.steps, values, LINE_COLOURS[index], label=history.names[layer])
     axes.axhline(1, color=COLOURS["muted"][0], linewidth=0.9, linestyle=(0, (3, 2)))
-    _legend(axes, 3)
+    legend(axes, 3)
     return figure
 
 
 def draw_learning_rate(history: RunHistory) -> Figure:
     """Draw the learning rate of each update."""
     figure, axes = _axes(history, _THIRD, 2.3, "learning rate")
-    _curve(axes, history.steps, history.values["learning_rate"], "green")
+    curve(axes, history.steps, history.values["learning_rate"], "green")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     return figure
