@@ -1,6 +1,7 @@
 """No choice changes the numbers, or by no more than its bound; and the check can fail."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -53,7 +54,9 @@ def test_a_choice_is_the_configuration_it_names(choice):
         found = ",".join(node) if isinstance(node, list) else node
         assert str(found) == value or found == float(value), key
     assert tree["batch"]["accumulation"] == 3
-    assert tree["layout"]["data"] * tree["layout"]["pipeline"] == choice.world
+    assert (
+        math.prod(tree["layout"][name] for name in ("data", "context", "pipeline")) == choice.world
+    )
 
 
 def _measured() -> Measured:
@@ -132,12 +135,8 @@ def test_the_command_says_and_returns_what_was_found(monkeypatch, capsys, fault)
     out = capsys.readouterr().out
     near, same = (line.split() for line in out.splitlines() if line.startswith(("near ", "same ")))
     assert near == [
-        "near",
-        "1",
-        "1",
-        "1",
-        "ragged",
-        "5.500000",
+        *["near", "1", "1", "1", "1"],
+        *["ragged", "5.500000"],
         *["1.00000", "3.0e-02", "0.3", "near"],
     ]
     assert same[-2:] == ["-", "differs" if fault else "same"]

@@ -125,12 +125,9 @@ def build_part(
         return layer
 
     def attention(index: int) -> nn.Module:
+        window = model.attention.window_of(index)
         layer = Attention(
-            model.d_model,
-            model.attention,
-            model.norm_eps,
-            window=model.attention.window_of(index),
-            exchange=exchange,
+            model.d_model, model.attention, model.norm_eps, window=window, exchange=exchange
         )
         if "attention" in mxfp8:
             quantise(layer, "query", "key", "value", "out")
@@ -175,8 +172,9 @@ def build_part(
         )
 
     num_context = 1 if exchange is None else exchange.num_ranks
-    recomputed = config.recomputed_layers
-    return Transformer(model, layers, block, recomputed=recomputed, num_context=num_context)
+    return Transformer(
+        model, layers, block, recomputed=config.recomputed_layers, num_context=num_context
+    )
 
 
 def is_expert(name: str) -> bool:

@@ -122,9 +122,10 @@ def print_choices(
     verdicts: "Sequence[ChoiceVerdict]", unfit: dict[str, str], console: Console
 ) -> None:
     """Print each choice beside the one-process run that it must equal or be near."""
-    row = "{:<32} {:>4} {:>6} {:>4}  {:<11} {:>9} {:>8} {:>8} {:>6}  {}".format
-    heads = ("choice", "data", "expert", "pipe", "batch", "loss", "ratio", "distance", "bound")
-    console.print(row(*heads, "verdict"), soft_wrap=True)
+    row = "{:<34} {:>4} {:>6} {:>4} {:>3}  {:<11} {:>9} {:>8} {:>8} {:>6}  {}".format
+    layout = ("data", "expert", "pipe", "ctx")
+    heads = ("batch", "loss", "ratio", "distance", "bound", "verdict")
+    console.print(row("choice", *layout, *heads), soft_wrap=True)
     for each in verdicts:
         choice = each.choice
         line = row(

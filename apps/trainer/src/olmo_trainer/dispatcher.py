@@ -62,7 +62,7 @@ def build_dispatcher(
     batch = config.batch
     sequences = batch.sequences // (mesh.num_data * batch.accumulation)
     sizes = {
-        "max_tokens": sequences * config.data.sequence_length,
+        "max_tokens": sequences * config.data.sequence_length // mesh.num_context,
         "width": config.model.d_model,
         "top_k": moe.top_k,
     }

@@ -117,15 +117,15 @@ def bytes_per_rank(config: TrainerConfig, *, weights: str) -> float:
     """Return the resident bytes of the fullest rank, for weights in `weights` ("fp32" or "bf16").
 
     Dense parameters cost `weight + 4 + 12/D` bytes, experts `(weight + 4)/M_E + 12/D`: in BF16 the
-    report's `6 + 12/D` and `6/M_E + 12/D`. D is data ranks
-    times context ranks. Other optimizers have another number than 12; a Muon
-    matrix stays whole with one of D ranks, and is counted as their mean. What is multiplied in
-    MXFP8 is kept in it too, both ways round. Activations and communication buffers are not counted.
+    report's `6 + 12/D` and `6/M_E + 12/D`, where D is data ranks times context ranks. Other
+    optimizers have another number than 12; a Muon matrix stays whole with one of D ranks, and is
+    counted as their mean. What is multiplied in MXFP8 is kept in it too, both ways round.
+    Activations and communication buffers are not counted.
     """
     counts, layout = count_parameters(config.model), config.layout
-    data = (layout.data or 1) * layout.context
+    replicas = (layout.data or 1) * layout.context
     resident = BYTES[weights] + GRADIENT_BYTES
-    of_matrix, of_rest = (resident + each / data for each in state_bytes(config.optimizer))
+    of_matrix, of_rest = (resident + each / replicas for each in state_bytes(config.optimizer))
     expert = of_matrix - resident + resident / layout.expert
     experts = counts.num_experts * counts.expert
     layers = [

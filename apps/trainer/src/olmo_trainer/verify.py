@@ -213,8 +213,9 @@ def case_config(config: TrainerConfig, case: Case) -> TrainerConfig:
     dispatcher = config.layout.dispatcher if sizes.expert > 1 else AutoDispatcher()
     if isinstance(dispatcher, RowwiseDispatcher):  # what is dropped depends on the layout
         dispatcher = RowwiseDispatcher(timeout_s=dispatcher.timeout_s)
-    layout = LayoutConfig(**sizes._asdict(), schedule=schedule, dispatcher=dispatcher)
-    tree["layout"] = layout.model_dump(mode="json")
+    tree["layout"] = LayoutConfig(
+        **sizes._asdict(), schedule=schedule, dispatcher=dispatcher
+    ).model_dump(mode="json")
     tree["batch"]["accumulation"] = case.accumulation
     return parse_config(tree).for_world(sizes.world)
 

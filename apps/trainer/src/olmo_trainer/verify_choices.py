@@ -18,6 +18,7 @@ from olmo_trainer.verify import (
     NOISE,
     SCENARIOS,
     Case,
+    Layout,
     Measured,
     check_config,
     compare,
@@ -27,6 +28,7 @@ from olmo_trainer.verify import (
     ratio_and_distance,
 )
 
+ALONE, EXPERTS, STAGES = Layout(1, 1, 1), Layout(2, 2, 1), Layout(1, 1, 2)
 ACCUMULATION = 3
 RATE = 1e-3
 # Newton-Schulz iterations multiply FP32's rounding by up to 500.
@@ -43,7 +45,7 @@ class Choice:
     Attributes:
         name: What it is.
         settings: What makes it.
-        layout: Data ranks, expert ranks within them, pipeline ranks.
+        layout: Its sizes.
         scenario: Which batch.
         against: Settings of the one-process run that it is held beside.
         bound: Most relative distance of the whole gradient; `None` = the same numbers.
@@ -53,7 +55,7 @@ class Choice:
 
     name: str
     settings: tuple[str, ...]
-    layout: tuple[int, int, int] = (1, 1, 1)
+    layout: Layout = ALONE
     scenario: str = SCENARIOS[0]
     against: tuple[str, ...] = ()
     bound: float | None = None
@@ -63,7 +65,7 @@ class Choice:
     @property
     def world(self) -> int:
         """Number of processes."""
-        return self.layout[0] * self.layout[2]
+        return self.layout.world
 
 
 @dataclass(frozen=True)
@@ -79,38 +81,37 @@ class ChoiceVerdict:
 
 def _choices() -> tuple[Choice, ...]:
     kinds = ("gpipe", "interleaved", "v_shape", "zero_bubble_h1", "zero_bubble_v", "dual_pipe_v")
-    made = [
-        Choice(f"schedule {kind}", (f"layout.schedule.kind={kind}",), (1, 1, 2)) for kind in kinds
-    ]
+    made = [Choice(f"schedule {kind}", (f"layout.schedule.kind={kind}",), STAGES) for kind in kinds]
     for scenario in SCENARIOS:
         rowwise = ("layout.dispatcher.kind=rowwise",)
-        made.append(Choice("dispatcher rowwise", rowwise, (2, 2, 1), scenario))
+        made.append(Choice("dispatcher rowwise", rowwise, EXPERTS, scenario))
         made.append(
-            Choice("recompute blocks", ("recompute.kind=blocks",), (2, 2, 1), scenario),
+            Choice("recompute blocks", ("recompute.kind=blocks",), EXPERTS, scenario),
         )
     split = ("recompute.kind=blocks", "layout.schedule.kind=zero_bubble_v")
     both = ("recompute.kind=blocks", "layout.dispatcher.kind=rowwise")
     made += [
-        Choice("recompute experts", ("recompute.kind=experts",), (2, 2, 1)),
-        Choice("recompute blocks, split backward", split, (1, 1, 2)),
-        Choice("recompute blocks, rowwise", both, (2, 2, 1)),
+        Choice("recompute experts", ("recompute.kind=experts",), EXPERTS),
+        Choice("recompute blocks, split backward", split, STAGES),
+        Choice("recompute blocks, rowwise", both, EXPERTS),
+        Choice("recompute blocks, rowwise, context", both, Layout(1, 2, 1, context=2)),
         Choice(
             "saved in mxfp8",
             ("precision.saved=mxfp8",),
-            (2, 2, 1),
+            EXPERTS,
             bound=0.05,
             keeps_forward=True,
         ),
     ]
     for layer in ("experts", "shared", "attention"):
         made.append(Choice(f"mxfp8 {layer}", (f"precision.mxfp8={layer}",), bound=0.3))
-    made.append(Choice("mxfp8 everywhere", (MXFP8,), (2, 2, 1), against=(MXFP8,)))
+    made.append(Choice("mxfp8 everywhere", (MXFP8,), EXPERTS, against=(MXFP8,)))
     # An epsilon near the gradients: a first step of Adam is else all signs, those of noise too.
     for name, settings in (
         ("adamw", ("optimizer.kind=adamw", "optimizer.epsilon=1e-3")),
         ("muon", ("optimizer.kind=muon", "optimizer.products=fp32", "optimizer.epsilon=1e-3")),
     ):
-        for layout in ((2, 2, 1), (1, 1, 2)):
+        for layout in (EXPERTS, STAGES):
             made.append(Choice(name, settings, layout, against=settings, updates=True))
     return tuple(made)
 
@@ -154,14 +155,9 @@ def verify_choices(
 
 def choice_config(plain: TrainerConfig, choice: Choice) -> TrainerConfig:
     """Return the configuration of a choice; raise `ValueError` when it does not fit."""
-    data, expert, pipeline = choice.layout
-    layout = (
-        f"layout.data={data}",
-        f"layout.expert={expert}",
-        f"layout.pipeline={pipeline}",
-        f"batch.accumulation={ACCUMULATION}",
-    )
-    return apply_overrides(plain, [*choice.settings, *layout]).for_world(choice.world)
+    sizes = [f"layout.{name}={size}" for name, size in choice.layout._asdict().items()]
+    sizes.append(f"batch.accumulation={ACCUMULATION}")
+    return apply_overrides(plain, [*choice.settings, *sizes]).for_world(choice.world)
 
 
 def measure_choices(

@@ -20,8 +20,8 @@ from olmo_trainer.model.visibility import Visibility
 class Transformer(nn.Module):
     """Layers `layers` of the model; the first part embeds tokens, the last one makes logits.
 
-    Its S positions are those of `num_context * S` that this context rank holds.
     Of the blocks `recomputed`, by global index, only the input is kept for the backward.
+    Its S positions are those of `num_context * S` that this context rank holds.
     """
 
     def __init__(
