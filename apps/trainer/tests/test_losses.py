@@ -149,7 +149,7 @@ def test_layers_are_measured_one_by_one():
     mask, one = torch.ones(6, dtype=torch.bool), torch.tensor(2.0)
     for layer, sign in ((1, 1.0), (2, -1.0)):
         logits = sign * torch.tensor([[30.0, -30.0]]).repeat(6, 1)
-        statistics.add_routing(layer, route(logits, 1), mask, one, one)
+        statistics.add_routing(layer, route(logits, 1), mask, one, one, torch.ones(()))
     layers = statistics.layers()
     assert [each.counts for each in layers] == [[6, 0], [0, 6]]
     assert [each.imbalance for each in layers] == [2.0, 2.0]
