@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -101,7 +102,8 @@ def _head(device: torch.device, repeats: int) -> Iterator[str]:
     yield ""
     yield f"- command: `{shlex.join(['benchmarks', *sys.argv[1:]])}`"
     yield f"- date: {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}"
-    yield f"- commit: {commit.strip() or 'unknown'}; torch {torch.__version__}; {repeats} repeats"
+    versions = f"torch {torch.__version__}, triton {version('triton')}"
+    yield f"- commit: {commit.strip() or 'unknown'}; {versions}; {repeats} repeats"
     yield ""
     yield from _buffers()
     yield ""
@@ -126,6 +128,7 @@ def _buffers() -> Iterator[str]:
             live_forwards=1,
             codec=None,
             backward_codec=None,
+            combine_by="get",
         )
         sizes = form.buffer_bytes()
         parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in sizes.items())

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 import timing
 import torch
@@ -57,7 +58,7 @@ def make_rowwise(
     shape: Shape,
     dtype: torch.dtype,
     codec: PairCodec | None = None,
-    combine_by: CombineBy = "put",
+    combine_by: CombineBy = "get",
 ) -> RowwiseDispatcher:
     """Return a dropless dispatcher for one live forward."""
     return RowwiseDispatcher(
@@ -100,8 +101,7 @@ def layers(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     inputs = make_inputs(shape, device, dtype)
     peer = AllToAllDispatcher(num_experts=shape.E)
-    put = make_rowwise(shape, dtype)
-    get = make_rowwise(shape, dtype, combine_by="get")
+    put, get = (make_rowwise(shape, dtype, combine_by=by) for by in get_args(CombineBy))
     with torch.no_grad():
         written, fetched, theirs = (forward(one, inputs) for one in (put, get, peer))
     if not torch.equal(written, fetched):
@@ -110,7 +110,7 @@ def layers(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
     away, once = rows_away(inputs[1], shape)
     row = shape.D * dtype.itemsize
     logical = shape.T * shape.K * row
-    named = {"rowwise": put, "rowwise, get": get, "all_to_all": peer}
+    named = {"rowwise, put": put, "rowwise, get": get, "all_to_all": peer}
 
     def times(call: Callable[[Dispatcher, list[Tensor]], object]) -> dict[str, list[float]]:
         calls = {name: functools.partial(call, one, inputs) for name, one in named.items()}
@@ -120,7 +120,7 @@ def layers(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
         ("forward", torch.no_grad()(forward), 2),
         ("forward + backward", both, 4),
     ):
-        wire = dict.fromkeys(("rowwise", "rowwise, get"), count * once * row)
+        wire = dict.fromkeys(("rowwise, put", "rowwise, get"), count * once * row)
         wire["all_to_all"] = count * away * row
         yield Cell(f"{shape}: {what}", times(call), wire, count * logical)
 

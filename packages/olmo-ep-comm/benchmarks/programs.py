@@ -14,7 +14,7 @@ LOCAL = (264, 528, 1056, 2112)
 def over_the_link(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
     """Time row writes and sums that are fetched, and a matrix product beside the writes."""
     moves = impl.pick_moves("auto", device)
-    dispatcher = make_rowwise(shape, torch.bfloat16, combine_by="get")
+    dispatcher = make_rowwise(shape, torch.bfloat16)
     inputs = make_inputs(shape, device, torch.bfloat16)
     buffers = dispatcher._buffers
     with torch.no_grad():
@@ -34,19 +34,18 @@ def over_the_link(shape: Shape, device: torch.device, repeats: int) -> Iterator[
     def get() -> None:
         moves.get_sums(buffers.sums, plan, buffers.settings.form)
 
-    def product_beside() -> None:
-        side.wait_stream(torch.cuda.current_stream())
+    def put_beside() -> None:
         with torch.cuda.stream(side):
             for _ in range(8):
                 put()
-        _ = a @ a
 
     defaults = moves.LINK_PROGRAMS, moves.FETCH_PROGRAMS
     for number in LINK:
         moves.LINK_PROGRAMS = moves.FETCH_PROGRAMS = number
         names = (f"rows, {number} programs", f"sums fetched, {number} programs")
-        calls = {names[0]: put, names[1]: get, f"product beside {number}": product_beside}
-        samples = timing.interleave(calls, repeats, device)
+        samples = timing.interleave({names[0]: put, names[1]: get}, repeats, device)
+        beside = {f"product beside {number}": lambda: a @ a}
+        samples |= timing.interleave(beside, repeats, device, before=put_beside)
         torch.cuda.synchronize()
         wires = dict.fromkeys(names, wire)
         yield Cell(f"{shape}: {number} programs", samples | alone, wires, 0)
@@ -56,7 +55,7 @@ def over_the_link(shape: Shape, device: torch.device, repeats: int) -> Iterator[
 def in_own_memory(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
     """Time what stays on a rank: rows copied along chains, and chains added for a fetch."""
     moves = impl.pick_moves("auto", device)
-    dispatcher = make_rowwise(shape, torch.bfloat16, combine_by="get")
+    dispatcher = make_rowwise(shape, torch.bfloat16)
     with torch.no_grad():
         sent = dispatcher.dispatch(*make_inputs(shape, device, torch.bfloat16))
     exchange = sent.handle.exchange.inner

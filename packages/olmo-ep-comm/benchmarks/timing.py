@@ -10,12 +10,21 @@ WARM_UP = 3
 Calls = Mapping[str, Callable[[], object]]
 
 
-def interleave(calls: Calls, repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Time the calls alternately, all ranks starting together; milliseconds of the slowest rank."""
+def interleave(
+    calls: Calls, repeats: int, device: torch.device, before: Callable[[], object] | None = None
+) -> dict[str, list[float]]:
+    """Time the calls alternately, all ranks starting together; milliseconds of the slowest rank.
+
+    `before` is run before each call, and enqueues work on another stream that is not waited for.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(WARM_UP + repeats):
         for name, call in calls.items():
             dist.barrier()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if before is not None:
+                before()
             taken = _by_events(call) if device.type == "cuda" else _by_host(call)
             if repeat >= WARM_UP:
                 times[name].append(taken)
@@ -43,7 +52,6 @@ def _slowest(values: list[float], device: torch.device) -> list[float]:
 
 
 def _by_events(call: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     call()

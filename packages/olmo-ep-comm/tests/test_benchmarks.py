@@ -14,7 +14,7 @@ def test_a_dry_run_compares_the_contenders_and_prints_the_buffers(tmp_path):
     (report,) = tmp_path.glob("exchange_cpu-dry-run_*.md")
     text = report.read_text()
     for contender, cells in (
-        *(("rowwise", 4), ("rowwise, get", 4), ("all_to_all", 4)),
+        *(("rowwise, put", 4), ("rowwise, get", 4), ("all_to_all", 4)),
         *(("eager", 2), ("torch, no barrier", 2), ("moves", 2), ("mxfp8", 1)),
     ):
         assert text.count(f"| {contender} |") == cells, contender

@@ -54,7 +54,7 @@ def run_layer(dispatcher: Dispatcher, inputs: tuple[Tensor, Tensor, Tensor]) -> 
 def _compare(rank: int, world: int) -> None:
     group = nccl_group(rank)
     try:
-        ours, theirs = make(group), AllToAllDispatcher(num_experts=E, group=group)
+        ours, theirs = make(group, combine_by="put"), AllToAllDispatcher(num_experts=E, group=group)
         fetching = make(group, combine_by="get")
         for seed, tokens in enumerate(((64, 64), (64, 0), (0, 0), (1, 33))):
             inputs = make_inputs(rank, tokens[rank], seed)

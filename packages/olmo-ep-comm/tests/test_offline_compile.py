@@ -34,6 +34,7 @@ def compile_all(dtype: torch.dtype, width: int, num_experts: int, top_k: int) ->
         scale_bytes=0,
         gradient_scale_bytes=0,
         live_forwards=1,
+        combine_by="put",
     )
     buffers = {
         name: torch.empty(shape, dtype=kind) for name, (shape, kind) in form.shapes().items()
@@ -79,6 +80,9 @@ def test_the_kernels_spill_nothing(dtype, width, num_experts, top_k, capability)
             stores = re.findall(r"st\.global\S*", kernel.asm["ptx"])
             assert stores, f"{name} writes nothing"
             assert all(one.endswith((".v4.b32", ".v2.b64")) for one in stores), f"{name}: {stores}"
+        if width == 4096 and name == "put_rows_kernel":  # one block of columns
+            moved = re.findall(r"(ld|st)\.global", kernel.asm["ptx"])
+            assert "ld" not in moved[moved.index("st") :], "a store waits for a load after a store"
 
 
 # What runs nothing on a device: attributes, views, memory, and `contiguous` of what is contiguous.
@@ -123,6 +127,7 @@ def test_a_dispatch_is_seven_launches_and_nothing_else(monkeypatch):
         live_forwards=2,
         codec=None,
         backward_codec=None,
+        combine_by="get",
     )
     settings = Settings(form=form, admit=None, codec=None, backward_codec=None, moves=moves)
     buffers = Buffers(settings, InProcessMemory(1, torch.device("cpu")))

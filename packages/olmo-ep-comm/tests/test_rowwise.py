@@ -171,7 +171,7 @@ def test_a_policy_of_another_shape_is_refused():
 def test_sums_that_are_fetched_have_the_bits_of_those_that_are_written(case, capacity, poison):
     inputs = [case.inputs(rank) for rank in range(len(case.tokens))]
     options = {"capacity": capacity, "admit": keep_half}
-    want = run_virtual(case.virtual(**options), inputs)
+    want = run_virtual(case.virtual(combine_by="put", **options), inputs)
     layer = case.virtual(combine_by="get", **options)
     for own in (*layer._buffers.sums.own, *layer._buffers.weights.own):
         own.fill_(poison)
@@ -207,7 +207,7 @@ def test_each_token_crosses_once_to_each_rank_and_each_sum_once_back(case):
             written["sums"] += sum(int((~b.isnan()).any(1).sum()) for b in peers.every)
 
     inputs = [case.inputs(rank) for rank in range(len(case.tokens))]
-    layer = case.virtual()
+    layer = case.virtual(combine_by="put")
     object.__setattr__(layer._buffers.settings, "moves", Counted())
     share = case.num_experts // len(case.tokens)
     with torch.no_grad():
@@ -222,11 +222,15 @@ def test_each_token_crosses_once_to_each_rank_and_each_sum_once_back(case):
 
 
 @settings(max_examples=15, deadline=None)
-@given(case=problem(), poison=st.sampled_from([float("nan"), float("inf"), 1e30]))
-def test_undefined_memory_is_never_read(case, poison):
+@given(
+    case=problem(),
+    poison=st.sampled_from([float("nan"), float("inf"), 1e30]),
+    combine_by=st.sampled_from(["put", "get"]),
+)
+def test_undefined_memory_is_never_read(case, poison, combine_by):
     inputs = [case.inputs(rank) for rank in range(len(case.tokens))]
     want = run_virtual(case.virtual(), inputs)
-    layer = case.virtual()
+    layer = case.virtual(combine_by=combine_by)
     buffers = layer._buffers
     bits = torch.tensor([poison], dtype=torch.float32).view(torch.int32).item()
     received = (*buffers.rows.buffers, *buffers.gradients.buffers)
@@ -360,7 +364,14 @@ def test_recomputed_layers_share_one_buffer(num_layers):
 @pytest.mark.parametrize("codec", [None, MXFP8])
 def test_the_buffers_have_the_size_of_the_formula(codec):
     layer = VirtualRowwise(
-        num_ranks=2, num_experts=8, max_tokens=16, width=64, top_k=3, live_forwards=2, codec=codec
+        num_ranks=2,
+        num_experts=8,
+        max_tokens=16,
+        width=64,
+        top_k=3,
+        live_forwards=2,
+        codec=codec,
+        combine_by="put",
     )
     rows, row = 2 * 16 * 3, 80 if codec else 128
     want = {"rows 0": rows * row, "rows 1": rows * row, "gradients": rows * 128}
@@ -376,7 +387,7 @@ def test_the_buffers_have_the_size_of_the_formula(codec):
 @pytest.mark.parametrize("codec", [None, MXFP8])
 def test_fetched_sums_share_the_buffer_of_gradients(codec):
     sizes = {"num_ranks": 2, "num_experts": 8, "max_tokens": 16, "width": 64, "top_k": 3}
-    layer = VirtualRowwise(**sizes, backward_codec=codec, combine_by="get")
+    layer = VirtualRowwise(**sizes, backward_codec=codec)  # "get" is the default
     rows = 2 * 16 * 3
     want = {"rows 0": rows * 128, "gradients": rows * 128, "meta": rows * 16}
     assert layer.buffer_bytes == want | {"weights": 16 * 3 * 4, "counts": 2 * 10 * 4}

@@ -184,7 +184,7 @@ def test_nothing_is_read_that_was_not_written_and_nothing_written_outside(monkey
     case = Problem(tokens=(5, 2, 0, 4), num_experts=4, top_k=3, width=24, experts=(-1, 0, 2, 3))
     inputs = [case.inputs(rank, DEVICE) for rank in range(4)]
     options = {"capacity": 7, "admit": lambda requested, capacity: requested + 2, "device": DEVICE}
-    want = run_virtual(case.virtual(impl="reference", **options), inputs)
+    want = run_virtual(case.virtual(impl="reference", combine_by="put", **options), inputs)
     monkeypatch.setattr("olmo_ep_comm._rowwise.virtual.InProcessMemory", GuardedMemory)
     layer = case.virtual(impl="triton", combine_by=combine_by, **options)
     assert any(value["dropped"] > 0 for value in want)

@@ -33,7 +33,7 @@ def make_form(
     live_forwards: int,
     codec: PairCodec | None,
     backward_codec: PairCodec | None,
-    combine_by: CombineBy = "put",
+    combine_by: CombineBy,
 ) -> Form:
     """Return the sizes of an exchange, with the capacity that drops nothing if none is given.
 

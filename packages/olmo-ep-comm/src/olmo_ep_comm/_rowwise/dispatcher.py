@@ -58,7 +58,7 @@ class RowwiseDispatcher:
         live_forwards: int = 1,
         codec: PairCodec | None = None,
         backward_codec: PairCodec | None = None,
-        combine_by: CombineBy = "put",
+        combine_by: CombineBy = "get",
         impl: Impl = "auto",
         timeout_s: float = 300.0,
     ) -> None:
@@ -82,10 +82,11 @@ class RowwiseDispatcher:
                 layers and microbatches that share this dispatcher.
             codec: Send tokens as pairs.
             backward_codec: Send gradients of results as pairs.
-            combine_by: How sums travel, of results and of gradients of tokens: "put", the rank of
-                the experts writes them into that of the tokens, which adds them up; or "get", it
-                keeps them and the rank of the tokens fetches and adds. The results have the same
-                bits. "get" needs no buffer of sums, but that of gradients may grow.
+            combine_by: How sums travel, of results and of gradients of tokens: "get", the rank of
+                the experts keeps them and that of the tokens fetches and adds; or "put", it writes
+                them into that of the tokens, which adds them up. The results have the same bits.
+                "get" was the faster one on two H200s, and needs no buffer of sums, but with a
+                `backward_codec` that of gradients grows.
             impl: "triton", "reference" (plain torch, reads the device), or "auto": "triton" on a
                 GPU and "reference" on a CPU.
             timeout_s: Seconds after which a GPU that waits for another one gives up, which ends its

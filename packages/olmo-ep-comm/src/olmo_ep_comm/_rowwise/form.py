@@ -42,7 +42,7 @@ class Form:
     scale_bytes: int
     gradient_scale_bytes: int
     live_forwards: int
-    combine_by: CombineBy = "put"
+    combine_by: CombineBy
 
     @property
     def local_experts(self) -> int:

@@ -40,7 +40,7 @@ class VirtualRowwise:
         live_forwards: int = 1,
         codec: PairCodec | None = None,
         backward_codec: PairCodec | None = None,
-        combine_by: CombineBy = "put",
+        combine_by: CombineBy = "get",
         impl: Impl = "auto",
         device: torch.device | str = "cpu",
     ) -> None:

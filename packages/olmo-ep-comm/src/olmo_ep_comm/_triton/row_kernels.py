@@ -30,27 +30,31 @@ def put_rows_kernel(
     lease_stride,
     W: tl.constexpr,
     K: tl.constexpr,
+    SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Tokens: each is read once and written to the heads of its routes.
 
-    Buffer `leases[q * lease_stride]` of rank q is the one with the address `peers[lease, q]`.
+    Buffer `leases[q * lease_stride]` of rank q is the one with the address `peers[lease, q]`. The
+    places of all slots are looked up at once, so that no store waits for them after the first.
     """
+    slot = tl.arange(0, SLOTS)
     token = tl.program_id(0).to(tl.int64)
     while token < num_tokens:
+        route = token * K + slot
+        is_head = tl.load(sums + route, mask=slot < K, other=-1) >= 0
+        rank = tl.maximum(tl.load(ranks + route, mask=slot < K, other=0), 0)
+        row = tl.load(rows + route, mask=slot < K, other=0).to(tl.int64)
+        lease = tl.load(leases + rank * lease_stride).to(tl.int64)
+        address = tl.load(peers + lease * num_ranks + rank)
+        target = tl.multiple_of(address.to(tl.pointer_type(tl.int32)) + row * W, 16)
         for first in range(0, W, BLOCK):
             column = first + tl.arange(0, BLOCK)
             inside = column < W
             value = tl.load(words + token * W + column, mask=inside)
-            for slot in range(K):
-                route = token * K + slot
-                if tl.load(sums + route) >= 0:
-                    rank = tl.load(ranks + route)
-                    lease = tl.load(leases + rank * lease_stride)
-                    address = tl.load(peers + lease.to(tl.int64) * num_ranks + rank)
-                    row = tl.load(rows + route).to(tl.int64)
-                    target = address.to(tl.pointer_type(tl.int32)) + row * W
-                    tl.store(tl.multiple_of(target, 16) + column, value, mask=inside)
+            at = target[:, None] + column[None, :]
+            there = is_head[:, None] & inside[None, :]
+            tl.store(at, tl.broadcast_to(value[None, :], (SLOTS, BLOCK)), mask=there)
         token += tl.num_programs(0)
 
 
