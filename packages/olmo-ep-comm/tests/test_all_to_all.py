@@ -204,7 +204,7 @@ def test_every_rank_makes_the_same_exchanges(processes, tokens, experts):
     """Ranks without tokens, rows, or a gradient to compute take part all the same."""
     case = (tokens, 2, experts, torch.float32, 4)
     logs, sums = zip(*processes.run(_train, case, world=4, timeout=60), strict=True)
-    notice, rows, weights = (torch.int64, 7), (torch.float32, WIDTH), (torch.float32, 1)
+    notice, rows, weights = (torch.int64, 8), (torch.float32, WIDTH), (torch.float32, 1)
     layer = [notice, rows, weights, rows]
     agreement = (torch.int64, 1)  # once for a dispatcher
     assert logs[0] == [agreement, *3 * (2 * layer + 2 * [rows, rows, weights])]

@@ -126,15 +126,20 @@ def test_codecs_that_break_their_promise_are_refused(codec, error, message):
         LocalDispatcher(num_experts=NUM_EXPERTS, codec=codec).dispatch(*inputs)
 
 
-def _mix(rank: int, world: int) -> str:
-    dispatcher = AllToAllDispatcher(num_experts=NUM_EXPERTS, codec=MXFP8 if rank else None)
-    with pytest.raises(ValueError, match="one width and dtype on every rank") as caught:
-        dispatcher.dispatch(*make_inputs(rank, 3, torch.bfloat16))
-    return str(caught.value)
+def _mix(rank: int, world: int) -> list[str]:
+    told = []
+    for name in ("codec", "backward_codec"):
+        options = {name: MXFP8} if rank else {}
+        dispatcher = AllToAllDispatcher(num_experts=NUM_EXPERTS, **options)
+        with pytest.raises(ValueError, match="dtype and encoded size on every rank") as caught:
+            dispatcher.dispatch(*make_inputs(rank, 3, torch.bfloat16))
+        told.append(str(caught.value))
+    return told
 
 
 @pytest.mark.dist
-def test_ranks_must_agree_on_the_codec(processes):
-    for message in processes.run(_mix, world=2, timeout=60):
-        assert "rank 0: width 64, torch.bfloat16, weights" in message
-        assert "rank 1: width 64, torch.bfloat16 in 66 bytes, weights" in message
+def test_ranks_must_agree_on_the_codecs(processes):
+    plain = "width 64, torch.bfloat16, weights torch.float32"
+    for of_tokens, of_gradients in processes.run(_mix, world=2, timeout=60):
+        assert f"rank 0: {plain}; rank 1: width 64, torch.bfloat16 in 66 bytes" in of_tokens
+        assert f"rank 0: {plain}; rank 1: {plain}, gradients in 66 bytes" in of_gradients

@@ -274,6 +274,74 @@ def test_a_fault_of_one_rank_is_told_to_all_and_leaves_the_dispatcher_usable(pro
         assert message.startswith(start)
 
 
+def _learn_alone(rank: int, world: int, combine_by: str) -> list[Tensor]:
+    """Rank 1 has nothing that needs a gradient and no rows: its experts return a fresh tensor."""
+    case = Problem(tokens=(3, 2), num_experts=4, top_k=2, experts=(0, 1))
+    dispatcher = make_dispatcher(case, combine_by=combine_by)
+    x_TD, ids, weights_TK = case.inputs(rank)
+    x_TD.requires_grad_(rank == 0)
+    barriers, barrier = [], dispatcher._buffers.memory.barrier
+    dispatcher._buffers.memory.barrier = lambda: barriers.append(barrier())
+    for _ in range(2):
+        sent = dispatcher.dispatch(x_TD, ids, weights_TK)
+        y_RD = expert_results(sent, dispatcher.local_experts)
+        assert (sent.offsets_E[-1] == 0) == bool(rank)
+        y_RD = torch.zeros_like(sent.rows_RD).detach() if rank else y_RD
+        loss_of([dispatcher.combine(y_RD, sent.handle)]).backward()
+    assert len(barriers) == 2 * 8
+    return [torch.empty(0) if x_TD.grad is None else x_TD.grad]
+
+
+@pytest.mark.parametrize("combine_by", ["put", "get"])
+def test_a_rank_that_learns_nothing_takes_part_in_every_exchange(processes, combine_by):
+    (grad,), _ = processes.run(_learn_alone, combine_by, world=2, timeout=60)
+    case = Problem(tokens=(3, 2), num_experts=4, top_k=2, experts=(0, 1))
+    want = run_local(4, [case.inputs(rank) for rank in range(2)])[0]["x gradient"]
+    torch.testing.assert_close(grad, 2 * want)
+
+
+def _make_where_it_cannot_be(rank: int, world: int) -> list[str]:
+    """Rank 1 alone has a bad argument, no memory, or files that the others do not see."""
+    sizes = {"num_experts": 4, "max_tokens": 4, "width": 8, "top_k": 2}
+    told = []
+
+    def make(**options) -> RowwiseDispatcher:
+        return RowwiseDispatcher(**{**sizes, **(options if rank else {})})
+
+    for wrong in ({"width": 7}, {"num_experts": 5}, {"impl": "none"}, {"dtype": torch.half}):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            make(**wrong)
+        told.append(str(caught.value))
+
+    def no_room(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name, wrong in (
+        ("os.posix_fallocate", no_room),
+        ("pathlib.Path.is_file", lambda path: not path.name.startswith("olmo-ep-comm-")),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank:
+                patch.setattr(name, wrong)
+            with pytest.raises(RuntimeError) as caught:
+                make()
+        told.append(str(caught.value))
+    make()
+    return told
+
+
+def test_a_dispatcher_that_one_rank_cannot_make_is_made_by_none(processes):
+    first, second = processes.run(_make_where_it_cannot_be, world=2, timeout=60)
+    for message in first[:4]:
+        assert "on every rank of the group, but its rank(s) [1] refused theirs" in message
+    starts = ("`width` must be", "`num_experts` must be", "`impl` must be", "`dtype` must be")
+    for message, start in zip(second[:4], starts, strict=True):
+        assert message.startswith(start)
+    for one, other in (first[4:], second[4:]):
+        assert "rank(s) [1] of the group found no room for " in one
+        assert "rank(s) [1] of the group do not see the files of the others" in other
+
+
 def _refuse(rank: int, world: int) -> str:
     with pytest.raises(ValueError, match="must be the same on every rank") as caught:
         RowwiseDispatcher(num_experts=4, max_tokens=4 + rank, width=8, top_k=2)

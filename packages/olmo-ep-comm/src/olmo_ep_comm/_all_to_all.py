@@ -121,19 +121,22 @@ class AllToAllDispatcher:
 
         Raises:
             ValueError: If on any rank shapes or devices do not fit together or an id is neither an
-                expert nor -1, or if ranks differ in width or dtype, or in `num_experts`.
+                expert nor -1, or if ranks differ in width, dtype or codecs, or in `num_experts`.
             TypeError: If a dtype of this rank is none of those named in `Dispatcher.dispatch`.
         """
         if not self._is_agreed:
             self._check_agreement(x_TD.device)
-        fault, routes, packed = None, None, None
+        fault, routes, packed, packed_gradients = None, None, None, None
         try:
             check_inputs(x_TD, expert_ids_TK, weights_TK)
             packed = None if self._codec is None else pack_rows(self._codec, x_TD)
+            if self._backward_codec is not None:  # only its form counts here
+                packed_gradients = pack_rows(self._backward_codec, x_TD[:0])
             routes = sort_routes(expert_ids_TK, self.num_experts)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             fault = error
-        notice = self._write_notice(x_TD, expert_ids_TK, weights_TK, routes, packed)
+        forms = (packed, packed_gradients)
+        notice = self._write_notice(x_TD, expert_ids_TK, weights_TK, routes, forms)
         notices = torch.empty_like(notice)
         dist.all_to_all_single(notices, notice, group=self._group)
         sent, received = torch.stack([notice, notices]).tolist()
@@ -190,11 +193,11 @@ class AllToAllDispatcher:
         expert_ids_TK: Tensor,
         weights_TK: Tensor,
         routes: Routes | None,
-        packed: PackedRows | None,
+        forms: tuple[PackedRows | None, PackedRows | None],
     ) -> Tensor:
-        """Return (ranks, L + 5), for each rank: row counts, fault, width, two dtypes, bytes."""
+        """Return (ranks, L + 6), for each rank: row counts, fault, width, two dtypes, two sizes."""
         share = len(self.local_experts)
-        notice = torch.zeros(self._num_ranks, share + 5, dtype=torch.int64, device=x_TD.device)
+        notice = torch.zeros(self._num_ranks, share + 6, dtype=torch.int64, device=x_TD.device)
         if routes is None:
             notice[:, share] = 1
             return notice
@@ -204,7 +207,8 @@ class AllToAllDispatcher:
         notice[:, share + 1] = x_TD.shape[1]
         notice[:, share + 2] = PAYLOAD_DTYPES.index(x_TD.dtype)
         notice[:, share + 3] = WEIGHT_DTYPES.index(weights_TK.dtype)
-        notice[:, share + 4] = 0 if packed is None else packed.bytes_NB.shape[1]
+        for column, packed in enumerate(forms, share + 4):
+            notice[:, column] = 0 if packed is None else packed.bytes_NB.shape[1]
         return notice
 
     def _raise_faults(self, fault: Exception | None, received: list[list[int]]) -> None:
@@ -221,8 +225,8 @@ class AllToAllDispatcher:
         if len(set(forms)) > 1:
             listed = "; ".join(f"rank {rank}: {form}" for rank, form in enumerate(forms))
             raise ValueError(
-                f"`x_TD` and `weights_TK` must have one width and dtype on every rank of the "
-                f"group, got {listed}."
+                f"`x_TD` and `weights_TK` must have one width, dtype and encoded size on "
+                f"every rank of the group, got {listed}."
             )
 
 
@@ -237,6 +241,10 @@ def _connect(
     return _AllToAll(group, sent, received, arrival_R, arrival_R.argsort())
 
 
-def _describe_form(width: int, payload: int, weight: int, num_bytes: int) -> str:
+def _describe_form(
+    width: int, payload: int, weight: int, num_bytes: int, gradient_bytes: int
+) -> str:
     encoded = f" in {num_bytes} bytes" if num_bytes else ""
-    return f"width {width}, {PAYLOAD_DTYPES[payload]}{encoded}, weights {WEIGHT_DTYPES[weight]}"
+    gradients = f", gradients in {gradient_bytes} bytes" if gradient_bytes else ""
+    weights = f"weights {WEIGHT_DTYPES[weight]}"
+    return f"width {width}, {PAYLOAD_DTYPES[payload]}{encoded}, {weights}{gradients}"

@@ -32,7 +32,7 @@ from ._checks import (
 )
 from ._codec import PackedRows, PairCodec, pack_rows, unpack_rows
 from ._deepep_import import DeepEP, import_deepep
-from ._group import agree, resolve_group, share_of_experts
+from ._group import agree, refusing_together, resolve_group, share_of_experts
 from ._interface import Dispatched
 from ._uncompiled import uncompiled
 
@@ -87,22 +87,23 @@ class DeepEPDispatcher:
             RuntimeError: If DeepEP v2 is not there, there is no process group, or a CUDA graph is
                 being captured.
         """
-        check_num_experts(num_experts)
-        _check_limits(num_experts, max_tokens, width, top_k)
         self._group = resolve_group(group, type(self).__name__)
-        self.num_experts = num_experts
-        self.local_experts = share_of_experts(num_experts, self._group)
-        if len(self.local_experts) > _MAX_LOCAL_EXPERTS:
-            raise ValueError(
-                f"`num_experts` must be at most {_MAX_LOCAL_EXPERTS} a rank for DeepEP, "
-                f"got {len(self.local_experts)}; spread them over more ranks."
-            )
-        deepep = import_deepep()
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "`DeepEPDispatcher` must be made outside of a CUDA graph: it registers memory with "
                 "every rank; make it before the capture begins."
             )
+        with refusing_together(self._group):
+            check_num_experts(num_experts)
+            _check_limits(num_experts, max_tokens, width, top_k)
+            self.num_experts = num_experts
+            self.local_experts = share_of_experts(num_experts, self._group)
+            if len(self.local_experts) > _MAX_LOCAL_EXPERTS:
+                raise ValueError(
+                    f"`num_experts` must be at most {_MAX_LOCAL_EXPERTS} a rank for DeepEP, "
+                    f"got {len(self.local_experts)}; spread them over more ranks."
+                )
+            deepep = import_deepep()
         # DeepEP takes over the group's communicator, which exists only after a first collective.
         agree(self._group, num_experts=num_experts, max_tokens=max_tokens, width=width, top_k=top_k)
         self._form = (max_tokens, width, top_k)

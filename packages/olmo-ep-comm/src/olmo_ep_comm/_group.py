@@ -1,5 +1,8 @@
 """The ranks that share the experts."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
@@ -50,18 +53,44 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
+@contextmanager
+def refusing_together(group: dist.ProcessGroup) -> Iterator[None]:
+    """Within, what this rank refuses is refused by all ranks, so that none waits for it later.
+
+    Raises:
+        ValueError: If another rank refused its arguments and this one did not.
+    """
+    fault: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        fault = error
+    faulty = [rank for rank, flag in enumerate(_gather(group, [fault is not None])) if flag[0]]
+    if fault is not None:
+        raise fault
+    if faulty:
+        raise ValueError(
+            f"A dispatcher must be made with valid arguments on every rank of the group, but its "
+            f"rank(s) {faulty} refused theirs; read the error there."
+        )
+
+
 def agree(group: dist.ProcessGroup, **numbers: int) -> None:
     """Raise on every rank unless all ranks give the same numbers, which fix places in memory.
 
     Raises:
         ValueError: If they differ.
     """
-    mine = torch.tensor(list(numbers.values()), dtype=torch.int64, device=device_of(group))
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
-    given = [value.tolist() for value in every]
+    given = _gather(group, list(numbers.values()))
     if any(value != given[0] for value in given):
         names = ", ".join(f"`{name}`" for name in numbers)
         raise ValueError(
             f"{names} must be the same on every rank of the group, got {given} in rank order."
         )
+
+
+def _gather(group: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    return [value.tolist() for value in every]

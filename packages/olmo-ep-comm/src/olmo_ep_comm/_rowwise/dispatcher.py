@@ -9,7 +9,13 @@ from torch import Tensor
 from olmo_ep_comm._autograd import combine_rows, dispatch_rows, need_gradient
 from olmo_ep_comm._checks import check_num_experts
 from olmo_ep_comm._codec import PairCodec
-from olmo_ep_comm._group import agree, device_of, resolve_group, share_of_experts
+from olmo_ep_comm._group import (
+    agree,
+    device_of,
+    refusing_together,
+    resolve_group,
+    share_of_experts,
+)
 from olmo_ep_comm._interface import Dispatched
 from olmo_ep_comm._uncompiled import uncompiled
 
@@ -94,30 +100,33 @@ class RowwiseDispatcher:
 
         Raises:
             ValueError: If a number is out of range, ranks give different ones, `capacity` and
-                `admit` are not given together, or `impl` is unknown or cannot run.
+                `admit` are not given together, or `impl` is unknown or cannot run; on every rank,
+                if one refuses its arguments.
             TypeError: If the dtype is neither bfloat16 nor float32.
-            RuntimeError: If there is no process group.
+            RuntimeError: If there is no process group, or CPU processes have no room for a buffer
+                or are not on one host.
         """
-        check_num_experts(num_experts)
         self._group = resolve_group(group, type(self).__name__)
-        self.num_experts = num_experts
-        self.local_experts = share_of_experts(num_experts, self._group)
-        form = make_form(
-            num_ranks=dist.get_world_size(self._group),
-            num_experts=num_experts,
-            max_tokens=max_tokens,
-            width=width,
-            top_k=top_k,
-            dtype=dtype,
-            capacity=capacity,
-            admit=admit,
-            live_forwards=live_forwards,
-            codec=codec,
-            backward_codec=backward_codec,
-            combine_by=combine_by,
-        )
         device = device_of(self._group)
-        moves = pick_moves(impl, device)
+        with refusing_together(self._group):
+            check_num_experts(num_experts)
+            self.num_experts = num_experts
+            self.local_experts = share_of_experts(num_experts, self._group)
+            form = make_form(
+                num_ranks=dist.get_world_size(self._group),
+                num_experts=num_experts,
+                max_tokens=max_tokens,
+                width=width,
+                top_k=top_k,
+                dtype=dtype,
+                capacity=capacity,
+                admit=admit,
+                live_forwards=live_forwards,
+                codec=codec,
+                backward_codec=backward_codec,
+                combine_by=combine_by,
+            )
+            moves = pick_moves(impl, device)
         agree(
             self._group,
             num_experts=num_experts,

@@ -11,7 +11,7 @@ from torch import Tensor
 from olmo_ep_comm._codec import PackedRows, PairCodec, pack_rows, unpack_rows
 
 from .buffers import Buffers
-from .form import WORD_BYTES
+from .form import ALIGN_BYTES, WORD_BYTES
 from .plan import SourcePlan
 
 
@@ -65,9 +65,13 @@ class RowwiseExchange:
             self._num_rows.append(ends_L[-1])
         buffers.memory.barrier()
         rows, row_weights = [], []
+        received = buffers.rows.buffers[self._lease]
+        # Others and kernels write unseen by autograd: rows that are kept longer than their lease
+        # must be an error in a backward that needs them, not other rows.
+        torch.autograd.graph.increment_version(received.own)
         for i in range(len(ranks)):
             meta_C4, weights_C = moves.take_meta(buffers.meta.own[i], self._num_rows[i])
-            words_CW = buffers.rows.buffers[self._lease].own[i]
+            words_CW = received.own[i]
             moves.fan_out(words_CW, words_CW, meta_C4, self._num_rows[i])
             self._meta.append(meta_C4)
             row_weights.append(weights_C)
@@ -135,7 +139,7 @@ class RowwiseExchange:
     def _give_sums(self, values: list[Tensor]) -> None:
         sums, form = self._buffers.sums, self._form
         for i, y_CD in enumerate(values):
-            rows = (y_CD.contiguous(), self._meta[i], self._num_rows[i])
+            rows = (_in_words(y_CD), self._meta[i], self._num_rows[i])
             if form.combine_by == "put":
                 self._moves.put_sums(sums, *rows, form)
             else:
@@ -163,10 +167,17 @@ class RowwiseExchange:
         return unpack_rows(codec, packed, self._form.dtype)
 
 
+def _in_words(x_ND: Tensor) -> Tensor:
+    """Return rows that start at whole words of 16 bytes, as those of a slice may not."""
+    x_ND = x_ND.contiguous()
+    is_aligned = x_ND.numel() and not x_ND.data_ptr() % ALIGN_BYTES  # no values, no address
+    return x_ND if is_aligned else x_ND.clone()
+
+
 def _words(x_TD: Tensor, packed: PackedRows | None, num_words: int) -> Tensor:
     """Return the rows that travel, (T, W) int32: packed ones padded to whole words."""
     if packed is None:
-        return x_TD.contiguous().view(torch.int32)
+        return _in_words(x_TD).view(torch.int32)
     bytes_TB = packed.bytes_NB
     padded = bytes_TB.new_zeros(len(bytes_TB), num_words * WORD_BYTES)
     padded[:, : bytes_TB.shape[1]] = bytes_TB
