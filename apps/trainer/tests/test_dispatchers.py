@@ -31,6 +31,8 @@ def _mesh(config: TrainerConfig) -> Mesh:
         world=2,
         data=0,
         num_data=config.layout.data or 1,
+        context=0,
+        num_context=config.layout.context,
         expert=0,
         num_expert=config.layout.expert,
         pipeline=0,

@@ -4,6 +4,8 @@ The launchers run on CPU tensors and each launch only compiles. What comes out m
 register.
 """
 
+import re
+
 import pytest
 import torch
 from compiled_kernels import assert_fits, compiling_for
