@@ -46,22 +46,33 @@ def _product(kind: str, out_dtype: torch.dtype, *, K: int = K, N: int = N) -> No
     from olmo_mxfp8._triton.row_product import row_product
 
     dtype = torch.bfloat16 if kind == "plain" else torch.float8_e4m3fn
-    scaled = kind != "plain"
+    scales: dict[str, tuple[Tensor, Tensor] | tuple[None, None]] = {
+        "plain": (None, None),
+        "coarse": (
+            _packed(K // 128, R, dtype=torch.uint8),
+            _packed(E, N // 128, K // 128, dtype=torch.uint8),
+        ),
+        "native": (
+            _packed(R, K // 32, dtype=torch.uint8),
+            _packed(E, N, K // 32, dtype=torch.uint8),
+        ),
+    }
+    a_scales, b_scales = scales[kind]
     row_product(
         _packed(R, K, dtype=dtype),
         _packed(E, N, K, dtype=dtype),
         _offsets(),
         out_dtype,
         kind=kind,
-        a_scales=_packed(R, K // 32, dtype=torch.uint8) if scaled else None,
-        b_scales=_packed(E, N, K // 32, dtype=torch.uint8) if scaled else None,
+        a_scales=a_scales,
+        b_scales=b_scales,
     )
 
 
 def _compile_product(capability: int, kind: str, out_dtype: torch.dtype, **sizes: int) -> Any:
     with compiling_for(capability) as compiled:
         _product(kind, out_dtype, **sizes)
-    listing, *_, product = compiled
+    listing, product = compiled
     assert "assertfail" in listing.asm["ptx"], "offsets out of order must be an error"
     return product
 

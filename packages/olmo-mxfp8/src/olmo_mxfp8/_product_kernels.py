@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ._formats import BLOCK, COARSE
 from ._impl import why_no_kernel
 from ._kernels import element_format
 
@@ -73,6 +74,10 @@ def scaled_row_product(
 
     if a_RK.numel() == 0 or b_ENK.numel() == 0:
         return a_RK.new_zeros(a_RK.shape[0], b_ENK.shape[1], dtype=out_dtype)
+    if coarse:
+        # One of each four; along the rows, which is how a tile reads them.
+        a_scales = a_scales[:, :: COARSE // BLOCK].t()
+        b_scales = b_scales[:, ::COARSE, :: COARSE // BLOCK]
     with torch.cuda.device_of(a_RK):
         return kernel(
             _dense(a_RK).view(element_format(a_element).dtype),

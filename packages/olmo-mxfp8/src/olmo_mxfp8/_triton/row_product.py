@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import tiling
-from .coarse_scales import coarse_scales
+from .codes import scale_value
 from .ragged import ragged, store_until
 from .tile_list import list_tiles, place_of
 
@@ -40,8 +40,8 @@ def row_product(
         offsets_E: Ends of the experts' rows, (E,) int32.
         out_dtype: Of the result; the sum is float32.
         kind: What the operands are.
-        a_scales: uint8, (R, K / 32), of coarse or native operands.
-        b_scales: uint8, (E, N, K / 32), of coarse or native operands.
+        a_scales: uint8; (K / 128, R) for coarse, (R, K / 32) for native operands.
+        b_scales: uint8; (E, N / 128, K / 128) for coarse, (E, N, K / 32) for native operands.
         cut: The tiling; that of the device when None.
     """
     R, K = a_RK.shape
@@ -49,11 +49,6 @@ def row_product(
     y_RN = a_RK.new_empty(R, N, dtype=out_dtype)
     cut = cut or tiling.row_product(kind, out_dtype, a_RK.device)
     tiles, capacity = list_tiles(offsets_E, R, cut.rows)
-    if kind == "coarse":
-        assert a_scales is not None, "coarse operands have scales"
-        assert b_scales is not None, "coarse operands have scales"
-        a_scales = coarse_scales(a_scales.T, 4, 1)  # along the rows, which is how a tile reads them
-        b_scales = coarse_scales(b_scales.view(E * N, -1), 128, 4)
     _row_product_kernel[(tiling.num_programs(a_RK.device),)](
         TensorDescriptor.from_tensor(a_RK, [cut.rows, cut.inner]),
         TensorDescriptor.from_tensor(b_ENK, [1, cut.columns, cut.inner]),
@@ -115,22 +110,20 @@ def _row_product_kernel(
         # For scales, which no descriptor guards.
         rows = tl.minimum(row + tl.arange(0, BM), R - 1).to(tl.int64)
         accumulator = tl.zeros((BM, BN), tl.float32)
-        if KIND == "coarse":
-            b_tile = b_scales + (expert.to(tl.int64) * (N // BN) + j) * (K // BK)
-            scale = tl.load(a_scales + rows) * tl.load(b_tile)
         for k in tl.range(0, K, BK):
             left = a.load([row, k])
             right = tl.reshape(b.load([expert, j * BN, k]), (BN, BK))
             if KIND == "plain":
                 accumulator = tl.dot(left, right.T, accumulator)
             elif KIND == "coarse":
-                # Those of the next step, or each step would wait for its own.
-                step = tl.minimum(k // BK + 1, K // BK - 1).to(tl.int64)
-                following = tl.load(a_scales + step * R + rows) * tl.load(b_tile + step)
+                step = tl.cast(k // BK, tl.int64)
+                a_byte = tl.load(a_scales + step * R + rows).to(tl.int32)
+                b_tile = expert.to(tl.int64) * (N // BN) + j
+                b_byte = tl.load(b_scales + b_tile * (K // BK) + step).to(tl.int32)
+                scale = scale_value(a_byte) * scale_value(b_byte)
                 # Finite, or a sum of zero would become NaN; any other still overflows or nearly so.
                 scale = tl.where(scale == float("inf"), 1.7014118346046923e38, scale)
                 accumulator += tl.dot(left, right.T) * scale[:, None]
-                scale = following
             else:
                 tl.static_assert(KIND == "native")
                 block = k // 32 + tl.arange(0, BK // 32)
