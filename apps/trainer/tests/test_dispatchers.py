@@ -76,6 +76,16 @@ def test_what_a_layout_names_is_what_it_gets(monkeypatch):
     assert (deepep["cpu_timeout_s"], deepep["gpu_timeout_s"]) == (300, 9)
 
 
+def test_buffers_are_of_the_positions_of_a_context_rank(monkeypatch):
+    made = {}
+    monkeypatch.setattr(
+        dispatcher_module, "create_dispatcher", lambda kind, **options: made.update(options)
+    )
+    config = _config("layout.context=2", "layout.expert=2", "layout.dispatcher.kind=rowwise")
+    build_dispatcher(config, _mesh(config), dtype=torch.float32, live_forwards=1)
+    assert made["max_tokens"] == 8 * 64 // 2
+
+
 @pytest.mark.parametrize("policy", ["fair", "tail"])
 def test_a_capacity_is_times_the_even_load(monkeypatch, policy):
     made = {}
