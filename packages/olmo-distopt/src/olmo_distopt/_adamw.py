@@ -55,8 +55,8 @@ class ShardedAdamW(ShardedOptimizer):
         after_rebuild: called with `(name, parameter)` pairs whenever those parameters have new
             values, to rebuild what is derived from them (quantised copies). Every parameter comes
             once a step, on every process alike.
-        impl: how elements are updated. "auto" is "reference", plain torch, until the kernel has run
-            on a GPU; "triton" needs CUDA, and is close to the reference but not bitwise equal.
+        impl: how elements are updated. "auto" is "reference", plain torch, with the bits of
+            `torch.optim.AdamW`; "triton" needs CUDA, and is close to it but not bitwise equal.
 
     Raises:
         ValueError: a number out of range, a parameter listed twice, a location of an unlisted name

@@ -24,7 +24,7 @@ def require_impl(impl: str) -> None:
 def runs_kernel(impl: Impl, device: torch.device) -> bool:
     """Return whether the Triton kernels run on `device`.
 
-    "auto" is "reference" everywhere, until the kernels have run on a GPU.
+    "auto" is "reference" everywhere, which has the bits of torch's own optimizers.
 
     Raises:
         ValueError: `impl` is "triton" and the device cannot run it.

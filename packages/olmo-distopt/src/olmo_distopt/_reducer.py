@@ -70,8 +70,7 @@ class GradientReducer:
             range, which `main_grad_range` names, and scratch elsewhere. Not for `ShardedMuon`.
         overlap: start reductions within backward. The sums have the same bits either way.
         min_shard_numel: for "reduce_scatter", as in `ShardedAdamW`.
-        impl: how gradients are added. "auto" is "reference", plain torch, until the kernel has run
-            on a GPU; "triton" needs CUDA.
+        impl: how gradients are added. "auto" is "reference", plain torch; "triton" needs CUDA.
 
     Raises:
         ValueError: an option is none of those above; a parameter is listed twice, is not
