@@ -70,6 +70,15 @@ def test_a_bias_or_a_mask_alone(device, biased):
 
 
 @pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(("E", "K"), [(64, 10), (64, 11), (100, 20), (300, 8)])
+def test_more_ids_than_one_integer_holds(device, E, K):
+    """A token's ids are found side by side in 64 bits: 10 of 64 experts, 9 of 128, 7 of 512."""
+    for gate, renormalize in (("softmax", True), ("softmax", False), ("sigmoid", False)):
+        problem = make_problem(5, E, K, gate=gate, renormalize=renormalize, masked=True)
+        assert_as_good_as_the_reference(problem, device)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_given_ids_are_weighed_as_they_are(device, gate, renormalize):

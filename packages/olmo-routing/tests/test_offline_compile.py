@@ -12,7 +12,8 @@ T = 64
 
 
 def _gate(E: int, *, sigmoid: bool, everything: bool, given: bool = False) -> None:
-    from olmo_routing._triton.gate import gate, gate_backward
+    from olmo_routing._triton.gate import gate
+    from olmo_routing._triton.gate_backward import gate_backward
 
     K = min(8, E // 2) if E < 512 else 16
     groups = 8 if everything and E >= 64 else 1

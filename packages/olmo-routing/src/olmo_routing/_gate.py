@@ -78,7 +78,7 @@ def gate_backward(
     route_scale: float,
 ) -> Tensor:
     """Return the gradient of the logits."""
-    from ._triton import gate as kernels
+    from ._triton import gate_backward as kernels
 
     if logits_TE.shape[0] == 0:
         return torch.empty_like(logits_TE)

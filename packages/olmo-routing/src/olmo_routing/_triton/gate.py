@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-"""A gate in one pass over the logits, and its backward in another.
+"""A gate in one pass over the logits.
 
 What is computed is defined in `reference.py`. A program holds a few tokens with all of their
 experts. An expert is selected K times over: the largest merit, among equals the largest logit,
@@ -20,8 +20,8 @@ _ELEMENTS = 1024
 """Tokens times experts that a program holds, 8 a thread: twice as many spill registers."""
 _TOKENS = 128
 """Tokens a program at most: of few experts, more spill registers too."""
-_WARPS = 4
-_REGISTERS = 128
+WARPS = 4
+REGISTERS = 128
 """A thread, enough for all; left to itself, ptxas spills some to reach a higher occupancy."""
 _AT_ONCE = 16
 """Programs a multiprocessor; each adds up its counts first, so that few meet in one counter."""
@@ -62,7 +62,7 @@ def gate(
     """
     T, E = logits_TE.shape
     EP, KP = max(2, triton.next_power_of_2(E)), max(2, triton.next_power_of_2(top_k))
-    tokens = max(1, min(_TOKENS, _ELEMENTS // EP))
+    tokens = tokens_at_once(EP)
     blocks = triton.cdiv(T, tokens)
     ids_TK = torch.empty(T, top_k, dtype=torch.int64, device=logits_TE.device)
     weights_TK = torch.empty(T, top_k, dtype=torch.float32, device=logits_TE.device)
@@ -94,8 +94,8 @@ def gate(
         KP=KP,
         BITS=EP.bit_length() - 1,
         SLOTS=64 // (EP.bit_length() - 1),
-        num_warps=_WARPS,
-        maxnreg=_REGISTERS,
+        num_warps=WARPS,
+        maxnreg=REGISTERS,
         # It keeps in the assertion that the given ids are in range.
         debug=given_TK is not None,
         sanitize_overflow=False,
@@ -103,45 +103,9 @@ def gate(
     return ids_TK, weights_TK, scores_TE, counts
 
 
-def gate_backward(
-    logits_TE: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    g_weights_TK: Tensor | None,
-    g_scores_TE: Tensor | None,
-    *,
-    sigmoid: bool,
-    renormalize: bool,
-    route_scale: float,
-) -> Tensor:
-    """Return the float32 gradient of the logits from those of the weights and scores, packed."""
-    T, E = logits_TE.shape
-    K = ids_TK.shape[1]
-    EP, KP = max(2, triton.next_power_of_2(E)), max(2, triton.next_power_of_2(K))
-    tokens = max(1, min(_TOKENS, _ELEMENTS // EP))
-    g_logits_TE = torch.empty(T, E, dtype=torch.float32, device=logits_TE.device)
-    _gate_backward_kernel[(triton.cdiv(T, tokens),)](
-        logits_TE,
-        ids_TK,
-        weights_TK,
-        g_weights_TK,
-        g_scores_TE,
-        g_logits_TE,
-        route_scale,
-        T,
-        E,
-        K=K,
-        SIGMOID=sigmoid,
-        RENORMALIZE=renormalize,
-        WEIGHTED=g_weights_TK is not None,
-        SCORED=g_scores_TE is not None,
-        TOKENS=tokens,
-        EP=EP,
-        KP=KP,
-        num_warps=_WARPS,
-        maxnreg=_REGISTERS,
-    )
-    return g_logits_TE
+def tokens_at_once(EP: int) -> int:
+    """How many tokens a program holds, with all of their EP experts."""
+    return max(1, min(_TOKENS, _ELEMENTS // EP))
 
 
 @cache
@@ -244,7 +208,7 @@ def _gate_kernel(
             real = here & (tl.load(mask + token, mask=here, other=0) != 0)
         bad = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 1) > 0
         num_bad += (bad & real).to(tl.int32)
-        score = _scores(x, SIGMOID)
+        score = scores_of(x, SIGMOID)
         tl.store(scores + at, score, mask=inside)
 
         at_slot = token[:, None] * K + slot
@@ -304,7 +268,7 @@ def _gate_kernel(
                 value = tl.where(id_of >= 0, _log_sigmoid(value), float("-inf"))
             weight = _softmax(value)
         elif SIGMOID:
-            weight = _scores(value, SIGMOID)
+            weight = scores_of(value, SIGMOID)
         else:
             # Other threads have written these.
             tl.debug_barrier()
@@ -319,87 +283,10 @@ def _gate_kernel(
 
 
 @triton.jit
-def _scores(x, SIGMOID: tl.constexpr):
+def scores_of(x, SIGMOID: tl.constexpr):
     """The scores of logits; that of NaN is 0."""
     clean = tl.where(x == x, x, float("-inf"))
     if SIGMOID:
         return tl.where(clean == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp(-clean)))
     else:
         return _softmax(clean)
-
-
-@triton.jit
-def _gate_backward_kernel(
-    logits,
-    ids,
-    weights,
-    g_weights,
-    g_scores,
-    g_logits,
-    route_scale,
-    T,
-    E,
-    K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SCORED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    EP: tl.constexpr,
-    KP: tl.constexpr,
-):
-    """`TOKENS` tokens a program; a softmax over infinities is constant, so its gradient is 0.
-
-    Where the gradient comes by a softmax over the selected logits alone, nobody else is read.
-    """
-    OF_SCORES: tl.constexpr = SCORED or SIGMOID or not RENORMALIZE
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    expert = tl.arange(0, EP)[None, :]
-    slot = tl.arange(0, KP)[None, :]
-    here = token < T
-    inside = here[:, None] & (expert < E)
-    at = token[:, None] * E + expert
-    if OF_SCORES:
-        x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
-        score = _scores(x, SIGMOID)
-    through = tl.zeros((TOKENS, EP), tl.float32)
-    if SCORED:
-        through = tl.load(g_scores + at, mask=inside, other=0.0)
-    direct = tl.zeros((TOKENS, EP), tl.float32)
-    if WEIGHTED:
-        at_slot = token[:, None] * K + slot
-        used = here[:, None] & (slot < K)
-        id_of = tl.load(ids + at_slot, mask=used, other=-1)
-        g = tl.load(g_weights + at_slot, mask=used & (id_of >= 0), other=0.0)
-        if RENORMALIZE:
-            weight = tl.load(weights + at_slot, mask=used, other=0.0)
-            # Divided exactly: the share of a token's only expert is 1, and its gradient 0.
-            share = tl.div_rn(weight, route_scale + tl.zeros_like(weight))
-            g = weight * (g - tl.sum(g * share, 1)[:, None])
-            if not SIGMOID:
-                at_chosen = token[:, None] * E + id_of
-                value = tl.load(logits + at_chosen, mask=id_of >= 0, other=0.0).to(tl.float32)
-                infinite = tl.max((value == float("inf")).to(tl.int32), 1)[:, None] > 0
-                g = tl.where(infinite, 0.0, g)
-        else:
-            g = route_scale * g
-        placed = tl.zeros((TOKENS, EP), tl.float32)
-        for k in range(K):
-            id_k = tl.sum(tl.where(slot == k, id_of, 0).to(tl.int32), 1)[:, None]
-            g_k = tl.sum(tl.where(slot == k, g, 0.0), 1)[:, None]
-            placed += tl.where(expert == id_k, g_k, 0.0)
-        if not RENORMALIZE:
-            through += placed
-        elif SIGMOID:
-            direct = placed * (1.0 - score)
-        else:
-            direct = placed
-    g_x = direct
-    if OF_SCORES:
-        if SIGMOID:
-            g_x += through * score * (1.0 - score)
-        else:
-            mean = tl.sum(score * through, 1)[:, None]
-            flat = tl.sum((x == float("inf")).to(tl.int32), 1)[:, None] > 0
-            g_x += tl.where(flat, 0.0, score * (through - mean))
-    tl.store(g_logits + at, g_x, mask=inside)
