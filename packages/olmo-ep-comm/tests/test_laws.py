@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from olmo_ep_comm import Dispatched, LocalDispatcher, VirtualRowwise
+from olmo_ep_comm._rowwise import moves
 from rowwise_problem import Inputs, Problem, expert_results, loss_of
 from torch import Tensor
 
@@ -233,17 +234,33 @@ def test_a_gradient_of_a_gradient_is_refused(kind):
         grad.square().sum().backward()
 
 
-@pytest.mark.parametrize("combine_by", ["put", "get"])
-def test_rows_that_outlive_their_lease_are_an_error_and_not_other_rows(combine_by):
+class Unseen:
+    """The moves as kernels and other ranks make them: autograd does not see what they write."""
+
+    def __init__(self, buffers: list[Tensor]) -> None:
+        self.buffers = tuple(buffers)
+
+    def __getattr__(self, name):
+        def unseen(*arguments):
+            with torch.autograd._unsafe_preserve_version_counter(self.buffers):
+                return getattr(moves, name)(*arguments)
+
+        return unseen
+
+
+def test_rows_that_outlive_their_lease_are_an_error_and_not_other_rows():
     parts = [(x.requires_grad_(), ids, w) for x, ids, w in inputs()]
-    ranks = make_virtual(combine_by, parts)
+    ranks = make_virtual("get", parts)
+    received = ranks._buffers.rows.buffers[0].own
+    object.__setattr__(ranks._buffers.settings, "moves", Unseen(received))
     factor = torch.ones((), requires_grad=True)
     sents = ranks.dispatch(*map(list, zip(*parts, strict=True)))
     late = [one.rows_RD.detach() * factor for one in sents]  # as a delayed gradient of weights
-    loss_of(ranks.combine([one.rows_RD * 1 for one in sents], sents[0].handle)).backward()
-    del sents
-    nowhere = [(x.detach(), torch.full_like(ids, -1), w) for x, ids, w in parts]
+    results = [expert_results(one, ranks.local_experts(r)) for r, one in enumerate(sents)]
+    loss_of(ranks.combine(results, sents[0].handle)).backward()  # in time
+    assert torch.autograd.grad(late[0][0].sum(), factor, retain_graph=True)[0] != 0
+    others = [(1 - x.detach(), ids, w) for x, ids, w in parts]
     with torch.no_grad():
-        ranks.dispatch(*map(list, zip(*nowhere, strict=True)))
+        ranks.dispatch(*map(list, zip(*others, strict=True)))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         late[0][0].sum().backward()

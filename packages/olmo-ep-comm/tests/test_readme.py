@@ -24,7 +24,7 @@ def test_the_example_of_several_ranks_runs_without_numpy(tmp_path):
     """Torch alone does not bring numpy, and some of its collectives need it."""
     (block,) = [block for block in BLOCKS if "torchrun" in block]
     (tmp_path / "layer.py").write_text(block)
-    (tmp_path / "numpy.py").write_text("raise ImportError('there is no numpy')")
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('there is no numpy')")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*command, "--nproc-per-node", "2", str(tmp_path / "layer.py")],
