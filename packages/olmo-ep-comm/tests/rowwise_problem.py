@@ -124,17 +124,20 @@ def run_local(num_experts: int, inputs: list[Inputs]) -> list[dict[str, Tensor]]
 def assert_equal_local(got: dict[str, Tensor], want: dict[str, Tensor], exact: bool) -> None:
     """Rows and their weights bitwise; sums bitwise if each has one addend a rank.
 
-    A bfloat16 result has three roundings of 2^-9, at most of the sum of what it adds; what such a
-    result makes of its loss is not compared.
+    A bfloat16 result has three roundings of 2^-9, at most of the sum of what it adds, a float32 one
+    those of 2^-24 of two sums of four addends. What a bfloat16 result makes of its loss is not
+    compared.
     """
     for name in ("ends", "rows", "row weights"):
         assert torch.equal(got[name], want[name]), name
     for name in ("y", "x gradient", "weight gradient"):
         if exact:
             assert torch.equal(got[name], want[name]), name
-        elif got["y"].dtype == torch.float32:
-            torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-5)
-    if not exact and got["y"].dtype == torch.bfloat16:
+        elif got["y"].dtype == torch.float32 and name != "y":
+            # The cosine of a result of at most 70 that is wrong by 1e-5, times sums of up to 100.
+            torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-3)
+    if not exact:
+        bound = 2.0**-7 if got["y"].dtype == torch.bfloat16 else 6 * 2.0**-24
         error = (got["y"].float() - want["y"].float()).abs()
-        assert (error <= 2.0**-7 * want["magnitude"].float()).all()
+        assert (error <= bound * want["magnitude"].float()).all()
         assert all(bool(got[name].isfinite().all()) for name in ("x gradient", "weight gradient"))

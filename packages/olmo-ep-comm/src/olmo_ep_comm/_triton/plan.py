@@ -139,5 +139,5 @@ def put_plan(
 
 def _tile(form: Form) -> tuple[int, int]:
     """Return tokens of a block and slots of a token, both powers of two."""
-    slots = triton.next_power_of_2(form.top_k)
+    slots = 1 << (form.top_k - 1).bit_length()
     return max(1, _ROUTES // slots), slots
