@@ -81,14 +81,16 @@ def _train(config, resume=None) -> None:
 
 
 def test_a_resume_lands_on_the_exact_sample(make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop._Run, "_conclude", lambda self, step, heldout, saved: saved)
+    monkeypatch.setattr(loop._Run, "_conclude", lambda self, heldout, saved: saved)
     config = make_config(*FOUR, "steps=7", "run.save_every=3")
     _train(config)
 
     def steps(run: str) -> list[StepRecord]:
         records = read_metrics(tmp_path / run / "metrics.jsonl")
         return [
-            replace(each, seconds=0.0, tokens_per_second=0.0)
+            replace(
+                each, seconds=0.0, tokens_per_second=0.0, phase_seconds={}, flops_per_second=None
+            )
             for each in records
             if isinstance(each, StepRecord)
         ]

@@ -41,7 +41,7 @@ def _tensors(assembly) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def _no_report(monkeypatch):
-    monkeypatch.setattr(loop._Run, "_conclude", lambda self, step, heldout, saved: saved)
+    monkeypatch.setattr(loop._Run, "_conclude", lambda self, heldout, saved: saved)
 
 
 @pytest.fixture
@@ -52,10 +52,10 @@ def spoil(monkeypatch):
     def plant(faults):
         count = 0
 
-        def accumulate(assembly, batches, *, stop=False):
+        def accumulate(assembly, batches, **options):
             nonlocal count
             snapshots.append(_tensors(assembly))
-            accumulate_gradients(assembly, batches, stop=stop)
+            accumulate_gradients(assembly, batches, **options)
             count += 1
             if count in faults:
                 faults[count](assembly)
@@ -113,12 +113,12 @@ def test_a_bad_step_moves_no_bit_and_is_counted(
 
 
 def test_a_batch_that_gives_nan_everywhere_is_left_out(make_config, tmp_path, monkeypatch):
-    def accumulate(assembly, batches, *, stop=False):
+    def accumulate(assembly, batches, **options):
         weight = dict(assembly.parameters)["embedding.weight"].data
         whole = weight.clone()
         if assembly.optimizer.num_steps == 1 and not poisoned:
             poisoned.append(weight[batches[0].tokens_BS[0, 3]].fill_(math.nan))
-        accumulate_gradients(assembly, batches, stop=stop)
+        accumulate_gradients(assembly, batches, **options)
         weight.copy_(whole)
 
     poisoned: list[torch.Tensor] = []

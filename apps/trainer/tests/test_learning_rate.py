@@ -72,13 +72,13 @@ def test_rate_and_decay_of_every_update_survive_a_resume(make_config, tmp_path, 
     seen: dict[str, list[float]] = {}
     used: list[float] = []
 
-    def measure(assembly, batches, *, stop=False):
+    def measure(assembly, batches, **options):
         """Silence an expert: without a gradient its weights shrink by `lr * weight_decay`."""
         for bias in assembly.selection_biases.values():
             bias.bias_E[-1] = -1e4
         weights = dict(assembly.parameters)["layers.1.feed_forward.experts.w_down_EDH"][-1]
         used.append(float(weights.detach().double().norm()))
-        accumulate_gradients(assembly, batches, stop=stop)
+        accumulate_gradients(assembly, batches, **options)
 
     def train(run: str, steps_before: int | None) -> None:
         settings = (
@@ -94,7 +94,7 @@ def test_rate_and_decay_of_every_update_survive_a_resume(make_config, tmp_path, 
         seen[run] = [1 - later / earlier for earlier, later in pairwise(used)]
 
     monkeypatch.setattr(loop, "accumulate_gradients", measure)
-    monkeypatch.setattr(loop._Run, "_conclude", lambda self, step, heldout, saved: saved)
+    monkeypatch.setattr(loop._Run, "_conclude", lambda self, heldout, saved: saved)
     train("whole", None)
     logged = [
         each.learning_rate

@@ -45,6 +45,9 @@ from olmo_trainer.checkpoint_manifest import CheckpointError
 from olmo_trainer.safetensors_file import DTYPES, TensorFile, dtype_word, write_tensors
 
 INDEX = "tensors.json"
+MOMENTS = ("exp_avg.", "exp_avg_sq.", "momentum.")
+"""What the names of an optimizer's moments begin with. They alone may be loaded into another dtype
+than they were saved in, which a run may choose anew."""
 _FILE = re.compile(r"tensors-\d{5}\.safetensors")
 
 
@@ -222,10 +225,9 @@ class TensorReader(StorageReader):
                         checksum=piece.crc32,
                     )
                     target = planner.resolve_tensor(item).detach()
-                    if target.dtype != read.dtype:
-                        raise ValueError(
-                            f"{item.storage_index.fqn} is {read.dtype} there, {target.dtype} here"
-                        )
+                    tensor = item.storage_index.fqn
+                    if target.dtype != read.dtype and not tensor.startswith(MOMENTS):
+                        raise ValueError(f"{tensor} is {read.dtype} there, {target.dtype} here")
                     target.copy_(read.view(target.shape))
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()

@@ -58,8 +58,12 @@ class Guard:
         return Skips(reasons, int(self._guard.num_skipped), self._in_a_row)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the live tensors that a checkpoint holds, by names that begin with `guard.`."""
-        return self._guard.state_dict()
+        """Return the live tensors that a checkpoint holds, flat, by names that begin with `guard.`.
+
+        They are views: to load into them is to load the guard.
+        """
+        state = self._guard.state_dict()
+        return {name: each.view(-1) if each.ndim else each for name, each in state.items()}
 
     def _counts(self) -> torch.Tensor:
         return torch.stack(list(self._guard.num_by_reason.values()))
