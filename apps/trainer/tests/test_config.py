@@ -44,7 +44,17 @@ def test_every_recipe_is_valid_and_named_by_its_key():
             "data.source.kind = 'web': must be one of 'standard_library', 'text_folder'",
         ),
         ("data.source.kind=text_folder", "data.source.path: required, not given"),
-        ("data.source.path=/tmp", "data.source.path: no such key for kind = 'standard_library'"),
+        (
+            "data.source.path=/tmp",
+            "path: no such key for kind = 'standard_library'; set data.source.kind = 'text_folder'",
+        ),
+        ("guard.limit=5", "no such key for kind = 'stop'; set guard.kind = 'skip' for it$"),
+        ("guard.zzz=5", "no such key for kind = 'stop'; guard has kind$"),
+        ("schedule.decay=linear", "for kind = 'cosine'; set schedule.kind = 'wsd' for it$"),
+        (
+            "layout.schedule.chunks=3",
+            "for kind = 'one_f_one_b'; set layout.schedule.kind = 'interleaved' for it$",
+        ),
         ("data.source.kind=token_files", "data.source.paths: required, not given"),
         ("data.max_passes=0", "data.max_passes = 0: input should be greater than 0"),
         ("data.attend=page", "data.attend = 'page': input should be 'sequence' or 'document'"),

@@ -3,9 +3,9 @@
 import difflib
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from olmo_trainer.config import TrainerConfig
 
@@ -96,11 +96,32 @@ def _unknown(key: str, tree: dict[str, Any]) -> ConfigError:
     node = _find(tree, key)
     where = f" for kind = {node['kind']!r}" if isinstance(node, dict) and "kind" in node else ""
     hint = ""
-    if near:
+    if kinds := _kinds_with(key):
+        hint = f"; set {parent}.kind = {' or '.join(map(repr, kinds))} for it"
+    elif near:
         hint = f"; did you mean {' or '.join(near)}?"
     elif isinstance(node, dict):
-        hint = f"; {parent or 'the config'} has {', '.join(node)}"
+        # A wrong leaf of a strategy is in the tree by now.
+        hint = f"; {parent or 'the config'} has {', '.join(name for name in node if name != leaf)}"
     return ConfigError(f"{key}: no such key{where}{hint}")
+
+
+def _kinds_with(key: str) -> list[str]:
+    """Return the strategies at the parent of `key` that know its last part."""
+    *parents, leaf = key.split(".")
+    nodes: list[type[BaseModel]] = [TrainerConfig]
+    for part in parents:
+        fields = [node.model_fields[part] for node in nodes if part in node.model_fields]
+        nodes = [model for field in fields for model in _models(field.annotation)]
+    knowing = [node.model_fields for node in nodes if leaf in node.model_fields]
+    return [fields["kind"].default for fields in knowing if "kind" in fields]
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """Return the configurations that an annotation allows, a union's all."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models(part)]
 
 
 def _find(tree: dict[str, Any], key: str) -> Any:
