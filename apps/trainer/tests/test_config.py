@@ -1,6 +1,15 @@
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
 import pytest
+from olmo_trainer.config import TrainerConfig
+from olmo_trainer.describe import print_config
 from olmo_trainer.overrides import ConfigError, apply_overrides
 from olmo_trainer.recipes import RECIPES, nano, toy
+from pydantic import BaseModel
+from rich.console import Console
 
 
 def test_every_recipe_is_valid_and_named_by_its_key():
@@ -185,3 +194,47 @@ def test_paths_may_be_words_or_a_list():
     mixed = apply_overrides(nano(), ["data.source.kind=mixture", f"data.source.sources={source}"])
     heavier = apply_overrides(mixed, ["data.source.sources.a.weight=2"])
     assert heavier.data.source.sources["a"].weight == 2
+
+
+BATCH = ("batch.warmup.kind=linear", "batch.warmup.start=2", "batch.warmup.increment=2")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["schedule.warmup_steps=9"], None),
+        (["schedule.warmup_steps=10"], "only rises, to 3.00e-03 of 3.00e-03"),
+        (["schedule.warmup_steps=40"], "only rises, to 7.50e-04 of 3.00e-03"),
+        ([*BATCH, "batch.warmup.steps=9"], None),
+        ([*BATCH, "batch.warmup.steps=10"], "none has the whole batch of 8 sequences"),
+    ],
+)
+def test_a_run_too_short_for_its_warmup_says_so(settings, words, capsys):
+    config = apply_overrides(nano(), settings)
+    print_config(config, Console(width=1000))
+    printed = capsys.readouterr().out
+    assert ("leaves none of 10 steps" in printed) == (words is not None)
+    assert words is None or words in printed
+
+
+def _words(annotation: object) -> Iterator[str]:
+    """Yield every key and every word that a node of the configuration takes."""
+    if get_origin(annotation) is Literal:
+        yield from map(str, get_args(annotation))
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        for name, field in annotation.model_fields.items():
+            yield name
+            yield from _words(field.annotation)
+    else:
+        for part in get_args(annotation):
+            yield from _words(part)
+
+
+def test_the_readme_names_every_key_and_word():
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    _, _, rest = text.partition("\n## The configuration is the interface\n")
+    section, _, _ = rest.partition("\n## ")
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", section))))
+    known = set(_words(TrainerConfig))
+    assert {"dual_pipe_v", "square_root", "top_k", "32"} <= known
+    assert sorted(known - named) == []

@@ -414,6 +414,23 @@ class TrainerConfig(Config):
                     "precision.recipe.granularity, for precision.mxfp8"
                 )
 
+    def unreached(self) -> list[str]:
+        """Return what the run is too short for, in words: it is legal, and seldom meant."""
+        words, schedule, warmup = [], self.schedule, self.batch.warmup
+        if schedule.warmup_steps >= self.steps:
+            peak = self.optimizer.learning_rate
+            words.append(
+                f"schedule.warmup_steps ({schedule.warmup_steps}) leaves none of {self.steps} "
+                "steps: the learning rate only rises, to "
+                f"{peak * self.steps / schedule.warmup_steps:.2e} of {peak:.2e}"
+            )
+        if isinstance(warmup, LinearBatchWarmup) and warmup.steps >= self.steps:
+            words.append(
+                f"batch.warmup.steps ({warmup.steps}) leaves none of {self.steps} steps: none has "
+                f"the whole batch of {self.batch.sequences} sequences"
+            )
+        return words
+
     def for_world(self, world: int) -> "TrainerConfig":
         """Fill in `layout.data` for `world` ranks; `ValueError` when the layout misses them."""
         layout = self.layout

@@ -42,6 +42,8 @@ def print_config(config: TrainerConfig, console: Console) -> None:
             "no activations",
             soft_wrap=True,
         )
+    for words in config.unreached():
+        console.print(words, soft_wrap=True)
 
 
 def print_manifest(manifest: Manifest, console: Console) -> None:

@@ -369,6 +369,8 @@ class _Run:
             + (f"; continuing {self.folder} after step {step}" if step else ""),
             soft_wrap=True,
         )
+        for words in self.config.unreached():
+            self.console.print(words, soft_wrap=True)
         for later, path in checkpoints_of(self.folder):
             if later > step:
                 self.console.print(f"left out {path}: damaged", soft_wrap=True)

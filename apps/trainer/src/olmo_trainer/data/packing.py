@@ -49,9 +49,10 @@ def split_documents(
     num_heldout = math.ceil(heldout_fraction * len(documents))
     if not 0 < num_heldout < len(documents):
         raise ValueError(
-            f"at least one document must be held out and one left to train on, got "
-            f"{len(documents)} documents with `heldout_fraction`={heldout_fraction}; "
-            "give more files (a long one can be cut), or a smaller fraction."
+            "at least one document must be held out and one left to train on, got "
+            f"{len(documents)} in all with `heldout_fraction`={heldout_fraction}; give "
+            "more files (a file is a document; a long one can be cut)"
+            + (", or a smaller fraction." if len(documents) > 1 else ".")
         )
     shuffled = _shuffled(documents, "held out", seed)
     heldout, train = shuffled[:num_heldout], shuffled[num_heldout:]
