@@ -61,14 +61,27 @@ def test_wrong_input_exits_2_with_one_clear_message(
     assert not list(tmp_path.iterdir())
 
 
-def test_wrong_input_is_said_once_and_before_any_process_group():
+def test_wrong_input_is_said_before_any_process_group():
     # MASTER_ADDR leads nowhere: whoever tried to join a process group would hang or say so.
     world = {"WORLD_SIZE": "3", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
-    settings = ("--set", "layout.pipeline=2")
-    first, second = run(*settings, RANK="0", **world), run(*settings, RANK="1", **world)
-    assert (first.returncode, second.returncode) == (2, 2)
-    assert "layout.pipeline (2) must divide the number of processes (3)" in first.stderr
-    assert second.stderr == ""
+    done = run("--set", "layout.pipeline=2", RANK="0", **world)
+    assert done.returncode == 2
+    assert "layout.pipeline (2) must divide the number of processes (3)" in done.stderr
+
+
+def test_another_rank_lets_the_main_one_speak_first(monkeypatch, capsys):
+    # A launcher ends all ranks with the first that fails: one that failed at once would silence
+    # the main rank. One that is not ended is alone with its error.
+    said_before_waiting = []
+    monkeypatch.setattr(
+        time, "sleep", lambda _: said_before_waiting.append(capsys.readouterr().err)
+    )
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank, opening in (("0", "error: layout.pipe"), ("1", "error on rank 1: layout.pipe")):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["--set", "layout.pipeline=2"]) == 2
+        assert capsys.readouterr().err.startswith(opening)
+    assert said_before_waiting == [""]
 
 
 def test_a_missing_data_folder_is_named(tmp_path):

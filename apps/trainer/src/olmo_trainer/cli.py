@@ -18,6 +18,7 @@ Exit codes: 0 done (with `--continue` also stopped as asked), 1 a verification o
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ training is the default command; `train --help` lists its options:
   uv run apps/trainer --dry-run                           every key of the config
 """
 STOPPED = 130
+PATIENCE_SECONDS = 3.0  # a launcher's monitor looks ten times a second
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command(options)
     except ValueError as error:
-        _complain(f"error: {error}")
+        _explain(error)
         return 2
     except KeyboardInterrupt:
         _complain("aborted; the last checkpoint stands")
@@ -69,6 +71,19 @@ def _speaks() -> bool:
 def _complain(text: str) -> None:
     if _speaks():
         print(text, file=sys.stderr)  # noqa: T201
+
+
+def _explain(error: Exception) -> None:
+    """Say what is wrong; on another rank than the main one, when that one did not.
+
+    A launcher ends all ranks with the first that fails: another rank that failed at once would
+    silence the main one. Yet it alone may lack a file. So it waits to be ended, and else speaks.
+    """
+    if _speaks():
+        _complain(f"error: {error}")
+        return
+    time.sleep(PATIENCE_SECONDS)
+    print(f"error on rank {os.environ['RANK']}: {error}", file=sys.stderr)  # noqa: T201
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -240,7 +255,7 @@ def _train(options: argparse.Namespace) -> int:
     try:
         outcome = train(config, resume=resume, goes_on=options.goes_on, console=console)
     except (NonFiniteError, SaveError) as error:
-        _complain(f"error: {error}")
+        _explain(error)
         return 1
     if outcome is None:
         assert resume is not None, "only a resumed run can have nothing to do"

@@ -454,18 +454,21 @@ class TrainerConfig(Config):
         if data * layout.context * layout.pipeline != world:
             raise ValueError(
                 f"layout.data ({data}) * layout.context ({layout.context}) * layout.pipeline "
-                f"({layout.pipeline}) must be the number of processes ({world})"
+                f"({layout.pipeline}) must be the number of processes ({world}); leave layout.data "
+                "out (null), or start as many"
             )
         if data * layout.context % layout.expert:
             raise ValueError(
                 f"layout.expert ({layout.expert}) must divide the ranks of a pipeline stage, "
-                f"data * context ({data} * {layout.context})"
+                f"data * context ({data} * {layout.context}); start as many with torchrun "
+                "--nproc-per-node, or --set layout.expert=1"
             )
         share = data * self.batch.accumulation
         if self.batch.sequences % share:
             raise ValueError(
                 f"batch.sequences ({self.batch.sequences}) must be a multiple of data ranks * "
-                f"batch.accumulation ({data} * {self.batch.accumulation})"
+                f"batch.accumulation ({data} * {self.batch.accumulation}); as --set "
+                f"batch.sequences={-(-self.batch.sequences // share) * share}"
             )
         self.batch.check_microbatches()
         return self.model_copy(update={"layout": layout.model_copy(update={"data": data})})
