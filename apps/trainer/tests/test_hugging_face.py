@@ -565,7 +565,7 @@ def test_without_safetensors_the_extra_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "export")]) == 2
-    assert "pip install 'olmo-trainer[hugging-face]'" in capsys.readouterr().err
+    assert "--package olmo-trainer --extra hugging-face" in capsys.readouterr().err
     assert not (tmp_path / "export").exists()
 
 

@@ -320,14 +320,14 @@ def test_an_unclear_end_of_document_must_be_named(tmp_path):
 def test_a_missing_extra_is_named(tmp_path, monkeypatch, package, name):
     source = write_inputs(tmp_path / "in")
     monkeypatch.setitem(sys.modules, package, None)
-    message = rf"{name}` needs the package `{package}`; .*olmo-trainer\[prepare\]"
+    message = rf"{name}` needs the package `{package}`; .*olmo-trainer --extra prepare"
     with pytest.raises(ValueError, match=message):
         prepare([source / name], tmp_path / "out", PrepareOptions())
 
 
 def test_a_missing_tokenizers_is_named(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"needs the package `tokenizers`, .*trainer\[prepare\]"):
+    with pytest.raises(ValueError, match=r"package `tokenizers`, .*trainer --extra prepare"):
         JsonTokenizer(tokenizer)
 
 

@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from olmo_trainer.extras import install_command
 from olmo_trainer.metrics import HeldoutRecord, RanksRecord, Record, RunHeader
 
 Kind = Literal["tensorboard", "wandb"]
@@ -39,7 +40,7 @@ def require_trackers(kinds: Sequence[Kind]) -> None:
         except ImportError as error:
             raise ValueError(
                 f"run.trackers = {kind!r} needs the package {kind} ({error}); install it with "
-                f"pip install 'olmo-trainer[{kind}]'"
+                f"{install_command(kind)}"
             ) from None
 
 

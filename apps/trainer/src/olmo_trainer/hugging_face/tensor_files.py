@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from olmo_trainer.extras import install_command
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -25,7 +27,7 @@ def require_safetensors() -> ModuleType:
     except ModuleNotFoundError:
         raise ValueError(
             "checkpoints of Hugging Face need the package safetensors; install it with "
-            "pip install 'olmo-trainer[hugging-face]'"
+            f"{install_command('hugging-face')}"
         ) from None
     return safetensors
 

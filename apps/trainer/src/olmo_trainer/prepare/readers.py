@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
 
+from olmo_trainer.extras import install_command
 from olmo_trainer.prepare.inputs import InputFile
 
 _READ_BYTES = 2**20
@@ -160,6 +161,5 @@ class _ZstdFrames(io.RawIOBase):
 
 def _missing(package: str, file: InputFile) -> ValueError:
     return ValueError(
-        f"`{file.path}` needs the package `{package}`; install the extra: `pip install "
-        "olmo-trainer[prepare]`, or `uv sync --extra prepare`."
+        f"`{file.path}` needs the package `{package}`; install it with {install_command('prepare')}"
     )

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from olmo_trainer.extras import install_command
+
 # What the tokenizers of the well-known open models call it.
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
@@ -41,8 +43,8 @@ class JsonTokenizer:
             from tokenizers import Tokenizer
         except ImportError:
             raise ValueError(
-                f"a tokenizer file needs the package `tokenizers`, to open {path}; install the "
-                "extra: `pip install olmo-trainer[prepare]`, or `uv sync --extra prepare`."
+                f"a tokenizer file needs the package `tokenizers`, to open {path}; install it with "
+                f"{install_command('prepare')}"
             ) from None
         path = Path(path).expanduser()
         try:
