@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from olmo_trainer.checkpoint_manifest import MANIFEST
-from olmo_trainer.cli import main
+from olmo_trainer.cli import COMMANDS, main
 
 APP = Path(__file__).parents[1]
 
@@ -106,6 +107,17 @@ def test_dry_run_prints_config_counts_and_bytes(capsys, tmp_path, monkeypatch):
     assert "active a token" in out
     assert "bytes" in out
     assert not list(tmp_path.iterdir())
+
+
+def test_the_readme_names_every_command_and_option(capsys):
+    text = (APP / "README.md").read_text(encoding="utf-8")
+    lines = text.split("```")[1].replace("\n   ", " ").splitlines()
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
+        (line,) = [line for line in lines if re.search(rf"trainer \[?{command}\b", line)]
+        assert set(re.findall(r"--[a-z-]+", line)) == options, command
 
 
 def test_recipes_lists_every_recipe(capsys):

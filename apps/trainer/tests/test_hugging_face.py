@@ -558,6 +558,19 @@ def _file_of(found: TensorFolder, path: Path) -> Any:
     return found._files[name]
 
 
+def test_a_place_that_takes_no_file_is_named(tmp_path, capsys):
+    _save_run(tmp_path / "run", ())
+    (tmp_path / "file").touch()
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "file" / "export")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert str(tmp_path / "file") in error
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "export")]) == 0
+    capsys.readouterr()
+    assert main(["import", str(tmp_path / "export"), str(tmp_path / "file" / "run"), "nano"]) == 1
+    assert str(tmp_path / "file") in capsys.readouterr().err
+
+
 def test_without_safetensors_the_extra_is_named(tmp_path, monkeypatch, capsys):
     _save_run(tmp_path / "run", ())
     for name in [name for name in sys.modules if name.partition(".")[0] == "safetensors"]:

@@ -179,3 +179,14 @@ def test_wrong_folders_are_named(tmp_path, monkeypatch, capsys, runs, message):
     _run(tmp_path / "run", steps=1)
     assert main(["report", *runs]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_place_that_takes_no_file_is_named(tmp_path, capsys):
+    runs = [str(_run(tmp_path / name, steps=2)) for name in ("a", "b")]
+    (tmp_path / "file").touch()
+    page = tmp_path / "file" / "page.html"
+    assert main(["report", *runs, "--to", str(page)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert str(tmp_path / "file") in error
+    assert len(error.splitlines()) == 1

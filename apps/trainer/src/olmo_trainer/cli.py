@@ -58,6 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         _explain(error)
         return 2
+    except OSError as error:  # a full disk, a folder that takes no files
+        if command in (_train, _verify):
+            raise  # whose files are not what was typed: where it comes from must be seen
+        _complain(f"error: {error}")
+        return 1
     except KeyboardInterrupt:
         _complain("aborted; the last checkpoint stands")
         return STOPPED
@@ -374,9 +379,14 @@ def _import(options: argparse.Namespace) -> int:
     except ArchitectureError as error:
         raise ValueError(f"{options.folder / 'config.json'}: {error}") from None
     config = configure(recipe, options.settings, model)
+    from olmo_trainer.checkpoint import SaveError
     from olmo_trainer.hugging_face.import_run import import_checkpoint
 
-    checkpoint = import_checkpoint(options.folder, options.run_folder, config)
+    try:
+        checkpoint = import_checkpoint(options.folder, options.run_folder, config)
+    except SaveError as error:
+        _complain(f"error: {error}")
+        return 1
     _console().print(f"{checkpoint}\ntrain it: --resume {options.run_folder}", soft_wrap=True)
     return 0
 
