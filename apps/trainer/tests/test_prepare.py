@@ -20,6 +20,7 @@ from olmo_trainer.cli import main
 from olmo_trainer.data import TokenFiles, TrainData
 from olmo_trainer.prepare import PrepareOptions, prepare
 from olmo_trainer.prepare import run as run_module
+from olmo_trainer.prepare.writer import State
 from olmo_trainer.text import MANIFEST, JsonTokenizer, TokenManifest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -323,6 +324,17 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch, package, name):
     message = rf"{name}` needs the package `{package}`; .*olmo-trainer --extra prepare"
     with pytest.raises(ValueError, match=message):
         prepare([source / name], tmp_path / "out", PrepareOptions())
+
+
+def test_other_inputs_are_told_by_what_differs(tmp_path):
+    sizes = {f"{index:04}.txt": index for index in range(5000)}
+    State({"inputs": sizes}).write(tmp_path)
+    State.read(tmp_path, {"inputs": dict(sizes)})
+    with pytest.raises(ValueError, match=r"inputs = \{0007.txt: 7\}, got \{0007.txt: 9\};"):
+        State.read(tmp_path, {"inputs": {**sizes, "0007.txt": 9}})
+    with pytest.raises(ValueError, match=r"\{no x, .*: 0, .*: 1, 4998 more\}") as refused:
+        State.read(tmp_path, {"inputs": {"x": 1}})
+    assert len(str(refused.value)) < 400
 
 
 def test_a_missing_tokenizers_is_named(tmp_path, tokenizer, monkeypatch):

@@ -83,11 +83,26 @@ class State:
             ) from None
         for key in plan.keys() | state.plan.keys():
             if plan.get(key) != state.plan.get(key):
+                begun, given = _differing(state.plan.get(key), plan.get(key))
                 raise ValueError(
-                    f"`{folder}` was begun with {key} = {state.plan.get(key)}, got "
-                    f"{plan.get(key)}; go on with the same, or give another folder."
+                    f"`{folder}` was begun with {key} = {begun}, got {given}; go on with the same, "
+                    "or give another folder."
                 )
         return state
+
+
+def _differing(begun: Any, given: Any, most: int = 3) -> tuple[Any, Any]:
+    """Return two values, of long tables the first entries that differ: inputs may be thousands."""
+    if not (isinstance(begun, dict) and isinstance(given, dict)):
+        return begun, given
+    names = [name for name in {**given, **begun} if begun.get(name) != given.get(name)]
+    more = [f"{len(names) - most} more"] if len(names) > most else []
+    shown = (
+        [f"{name}: {table[name]}" if name in table else f"no {name}" for name in names[:most]]
+        for table in (begun, given)
+    )
+    left, right = ("{" + ", ".join(words + more) + "}" for words in shown)
+    return left, right
 
 
 class TokenWriter:
