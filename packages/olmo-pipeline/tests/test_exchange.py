@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from olmo_pipeline import interleaved_one_f_one_b, validate
 from olmo_pipeline._exchange import Exchange
-from olmo_pipeline._messages import forward_rows, list_channels, list_messages
+from olmo_pipeline._message_plan import forward_rows, list_channels, list_messages
 from olmo_pipeline._schedule import source_of
 from olmo_pipeline._validate import replay
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._channels import Channel
-from ._messages import Message, Rows, list_messages
+from ._message_plan import Message, Rows, list_messages
 
 
 class _Sent(NamedTuple):

@@ -28,7 +28,7 @@ from ._deferral import Splitter
 from ._exchange import Exchange
 from ._leases import LeaseBook
 from ._leases import LeaseHooks as LeaseHooks
-from ._messages import Rows, forward_rows, list_channels
+from ._message_plan import Rows, forward_rows, list_channels
 from ._perform import Pass
 from ._perform import PipelineResult as PipelineResult
 from ._perform import StageFunction as StageFunction

@@ -2,15 +2,15 @@
 
 A box has the colour of its kind (forward blue, whole backward green, input gradient teal, weight
 gradient orange; later chunks of a rank paler) and the number of its microbatch; white is idle time.
-Beside each row stands the peak of live activations. SVG is written here, PNG by `_png`; neither
-needs another package.
+Beside each row stands the peak of live activations. SVG is written here, PNG by `_png_encoder`;
+neither needs another package.
 """
 
 from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from ._png import write_png
+from ._png_encoder import write_png
 from ._schedule import Action, Kind, Schedule
 from ._simulate import Timeline, simulate
 
