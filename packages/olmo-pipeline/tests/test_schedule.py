@@ -99,3 +99,32 @@ def test_stages_of_a_rank():
 def test_the_form_of_a_schedule_is_checked(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(one_f_one_b(2, 2), **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"num_microbatches": 1.0},
+            r"sizes and `rank_of_stage` .* whole numbers, got \[1, 1, 1\.0",
+        ),
+        ({"rank_of_stage": (0.0,)}, r"whole numbers, got \[1, 1, 1, 0\.0\]"),
+        ({"name": None}, "`name` must be text, got None"),
+        ({"actions": (("F0.0", "B0.0"),)}, r"rows of `Action`, got 'F0\.0'; `Action\.parse` reads"),
+        ({"actions": ("F0.0 B0.0",)}, "must hold rows of `Action`, got 'F'"),
+        ({"actions": ((Action("forward", 0.5, 0),),)}, r"whole numbers, got F0\.5\.0"),
+    ],
+)
+def test_the_kinds_of_a_schedule_are_checked(change, message):
+    fields = {
+        "num_ranks": 1,
+        "num_stages": 1,
+        "num_microbatches": 1,
+        "actions": ((Action("forward", 0, 0), Action("backward", 0, 0)),),
+        "rank_of_stage": (0,),
+        "name": "x",
+    }
+    with pytest.raises(TypeError, match=message):
+        Schedule(**{**fields, **change})
+    as_lists = {**fields, "actions": [list(fields["actions"][0])], "rank_of_stage": [0]}
+    assert {Schedule(**as_lists): 1}[Schedule(**fields)] == 1

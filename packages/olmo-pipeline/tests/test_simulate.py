@@ -171,3 +171,11 @@ def test_costs_are_checked(options, message):
 def test_an_invalid_schedule_is_not_simulated(parse_rows):
     with pytest.raises(ValueError, match=r"rank 0: B0\.0 is missing"):
         simulate(parse_rows((0,), 1, "F0.0"))
+
+
+def test_an_unknown_rank_is_named():
+    timeline = simulate(one_f_one_b(2, 2))
+    for look in (timeline.spans_of, timeline.live_over_time):
+        for rank in (-1, 2):
+            with pytest.raises(ValueError, match=rf"`rank` must be in \[0, 2\), got {rank}"):
+                look(rank)

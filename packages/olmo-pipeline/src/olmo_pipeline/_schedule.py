@@ -130,6 +130,8 @@ class Schedule:
         name: What to call it, one line.
 
     Raises:
+        TypeError: If a size or an index is no whole number, or `actions` hold something else than
+            rows of `Action`.
         ValueError: If a size is below 1, a tuple has another length, a stage lies on no rank, or
             the name has a line break or blanks around it.
     """
@@ -142,6 +144,10 @@ class Schedule:
     name: str
 
     def __post_init__(self) -> None:
+        self._check_types()
+        # Lists from a caller become tuples: equal schedules compare equal and can be keys.
+        object.__setattr__(self, "actions", tuple(map(tuple, self.actions)))
+        object.__setattr__(self, "rank_of_stage", tuple(self.rank_of_stage))
         for size in ("num_ranks", "num_stages", "num_microbatches"):
             if getattr(self, size) < 1:
                 raise ValueError(f"`{size}` must be at least 1, got {getattr(self, size)}.")
@@ -165,6 +171,25 @@ class Schedule:
             raise ValueError(
                 f"`name` must be one line without blanks around it, got {self.name!r}."
             )
+
+    def _check_types(self) -> None:
+        sizes = [self.num_ranks, self.num_stages, self.num_microbatches, *self.rank_of_stage]
+        if not all(isinstance(size, int) for size in sizes):
+            raise TypeError(
+                f"the sizes and `rank_of_stage` of a schedule must be whole numbers, got {sizes}."
+            )
+        if not isinstance(self.name, str):
+            raise TypeError(f"`name` must be text, got {self.name!r}.")
+        for action in (action for row in self.actions for action in row):
+            if not isinstance(action, Action):
+                raise TypeError(
+                    f"`actions` must hold rows of `Action`, got {action!r}; `Action.parse` reads "
+                    f"the short form."
+                )
+            if not isinstance(action.stage, int) or not isinstance(action.microbatch, int):
+                raise TypeError(
+                    f"the stage and microbatch of an action must be whole numbers, got {action}."
+                )
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that `rank` holds, ascending.

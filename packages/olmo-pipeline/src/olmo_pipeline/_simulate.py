@@ -52,13 +52,21 @@ class Timeline:
     schedule: Schedule
 
     def spans_of(self, rank: int) -> tuple[Span, ...]:
-        """Return what `rank` performs, in order."""
+        """Return what `rank` performs, in order.
+
+        Raises:
+            ValueError: If `rank` is not in [0, num_ranks).
+        """
+        self.schedule.stages_of(rank)  # raises
         return tuple(span for span in self.spans if span.rank == rank)
 
     def live_over_time(self, rank: int) -> tuple[tuple[float, int], ...]:
         """Return (time, activations live from then on), a step each time the number changes.
 
         An activation counts from the start of its forward to the end of its backward.
+
+        Raises:
+            ValueError: If `rank` is not in [0, num_ranks).
         """
         changes: dict[float, int] = {0.0: 0}
         for span in self.spans_of(rank):
