@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ._agreement import gather_texts
+
 
 class Channel:
     """Carries tensors from one rank to another, in order, without blocking the caller."""
@@ -84,8 +86,9 @@ def open_channels(
         ValueError: On every rank, if two ranks bring different agreements.
     """
     rank = dist.get_rank(group)
-    given: list[tuple[str, str]] = [("", "")] * dist.get_world_size(group)
-    dist.all_gather_object(given, (uuid.uuid4().hex, agreement), group=group)
+    given = [
+        text.split("\n", 1) for text in gather_texts(group, f"{uuid.uuid4().hex}\n{agreement}")
+    ]
     for other, (_, text) in enumerate(given):
         if text != given[0][1]:
             raise ValueError(

@@ -14,9 +14,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._announcement import Announcement
 from ._channels import Channel
 from ._message_plan import Message, Rows, list_messages
 
@@ -36,6 +38,7 @@ class Exchange:
         rank_of_stage: The rank that holds each stage.
         rank: This rank.
         allocate: From a microbatch's index to an uninitialised tensor shaped like its activation.
+        announcement: What to send ahead on each channel and to expect there; None for nothing.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Exchange:
         *,
         rank: int,
         allocate: Callable[[int], Tensor],
+        announcement: Announcement | None = None,
     ) -> None:
         self._channels = channels
         self._allocate = allocate
@@ -58,6 +62,9 @@ class Exchange:
         self._incoming = {message.used_at: message for message in incoming}
         self._posted: dict[Message, tuple[dist.Work | None, Tensor]] = {}
         self._in_flight: list[_Sent] = []
+        self._announcement = announcement
+        self._announced: dict[int, tuple[dist.Work, Tensor]] = {}  # by destination
+        self._heard: set[int] = set()  # sources
 
     def receive(self, position: int) -> Tensor | None:
         """Return the tensor for the action at `position`, or None if it takes no message."""
@@ -78,6 +85,7 @@ class Exchange:
             return False
         if tensor.numel():
             tensor = tensor.contiguous()
+            self._announce(message)
             work = self._channels[message.source, message.destination].send(tensor)
             self._in_flight.append(_Sent(message, work, tensor))
         return True
@@ -87,6 +95,22 @@ class Exchange:
         for sent in self._in_flight:
             self._free(sent)
         self._in_flight = []
+        for work, _ in self._announced.values():
+            work.wait()
+        self._announced = {}
+
+    def _announce(self, message: Message) -> None:
+        if self._announcement is not None and message.destination not in self._announced:
+            channel = self._channels[message.source, message.destination]
+            header = self._announcement.to_tensor()
+            self._announced[message.destination] = channel.send(header), header
+
+    def _hear(self, message: Message) -> None:
+        if self._announcement is not None and message.source not in self._heard:
+            self._heard.add(message.source)
+            header = torch.empty(len(self._announcement), dtype=torch.int64)
+            self._channels[message.source, message.destination].receive(header).wait()
+            self._announcement.check(header, message.source)
 
     def _post(self, message: Message) -> None:
         unposted = self._unposted[message.source]
@@ -95,7 +119,10 @@ class Exchange:
             tensor = self._allocate(following.microbatch)
             channel = self._channels[following.source, following.destination]
             # Both ends know the shape, so a tensor without elements need not travel.
-            work = channel.receive(tensor) if tensor.numel() else None
+            work = None
+            if tensor.numel():
+                self._hear(following)
+                work = channel.receive(tensor)
             self._posted[following] = (work, tensor)
 
     def _free_arrived(self, received: Message) -> None:

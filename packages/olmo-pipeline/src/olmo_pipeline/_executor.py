@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ._agreement import refusing_together
+from ._announcement import Announcement
 from ._channels import Channel, open_channels
 from ._deferral import Splitter
 from ._exchange import Exchange
@@ -66,7 +68,8 @@ class PipelineExecutor:
     Raises:
         ValueError: If the schedule is not valid, `stages` are not those of
             this rank, the group has another size than the schedule, `device` is neither CPU nor
-            CUDA, `dtype` is not a floating type, or ranks bring different schedules.
+            CUDA, `dtype` is not a floating type, or ranks bring different schedules. What one rank
+            refuses is refused by all.
         RuntimeError: If several ranks are asked for and torch.distributed is not initialised.
 
     Note:
@@ -92,24 +95,17 @@ class PipelineExecutor:
         split_rules: Mapping[Callable[..., Any], SplitRule] | None = None,
         leases: LeaseHooks | None = None,
     ) -> None:
-        validate(schedule)
-        self._schedule = schedule
-        self._device = torch.device(device)
-        self._dtype = dtype
-        self._splitter = Splitter(schedule, split_rules or {})
-        self._leases = leases
-        self._failure: str | None = None
-        if self._device.type not in ("cpu", "cuda"):
-            raise ValueError(f"`device` must be a CPU or CUDA device, got {self._device}.")
-        if not dtype.is_floating_point:
-            raise ValueError(f"`dtype` must be a floating type, got {dtype}.")
-        self._rank = rank_in(group, schedule.num_ranks)
-        self._stages = dict(stages)
-        held = schedule.stages_of(self._rank)
-        if tuple(sorted(self._stages)) != held:
-            raise ValueError(
-                f"`stages` of rank {self._rank} must be {list(held)}, got {sorted(self._stages)}."
-            )
+        with refusing_together(group, alone=schedule.num_ranks == 1):
+            validate(schedule)
+            self._schedule = schedule
+            self._device = torch.device(device)
+            self._dtype = dtype
+            self._splitter = Splitter(schedule, split_rules or {})
+            self._leases = leases
+            self._failure: str | None = None
+            self._rank = rank_in(group, schedule.num_ranks)
+            self._stages = dict(stages)
+            self._check_arguments()
         self._channels: dict[tuple[int, int], Channel] = {}
         if schedule.num_ranks > 1:
             self._channels = open_channels(
@@ -118,6 +114,17 @@ class PipelineExecutor:
                 agreement=f"{schedule}dtype: {dtype}",
                 device=self._device,
                 timeout=timeout,
+            )
+
+    def _check_arguments(self) -> None:
+        if self._device.type not in ("cpu", "cuda"):
+            raise ValueError(f"`device` must be a CPU or CUDA device, got {self._device}.")
+        if not self._dtype.is_floating_point:
+            raise ValueError(f"`dtype` must be a floating type, got {self._dtype}.")
+        held = self._schedule.stages_of(self._rank)
+        if tuple(sorted(self._stages)) != held:
+            raise ValueError(
+                f"`stages` of rank {self._rank} must be {list(held)}, got {sorted(self._stages)}."
             )
 
     def run(self, microbatches: Sequence[Any], *, activation_shape: Shape) -> PipelineResult:
@@ -132,17 +139,21 @@ class PipelineExecutor:
             The losses (on the rank of the last stage) and auxiliary losses of this rank, detached.
 
         Raises:
-            ValueError: If the number of microbatches is not the schedule's.
+            ValueError: If the number of microbatches is not the schedule's; of several ranks this
+                one has then failed, so that no other waits for it.
             RuntimeError: If an action fails (the message names it), or one has failed before.
         """
         if len(microbatches) != self._schedule.num_microbatches:
+            if self._channels:
+                self._fail("before its first action")
             raise ValueError(
                 f"`microbatches` must hold {self._schedule.num_microbatches}, as many as the "
                 f"schedule has, got {len(microbatches)}."
             )
         work = self._new_pass(microbatches, activation_shape, training=True)
         with torch.enable_grad():
-            self._perform(work, self._schedule.actions, microbatches, activation_shape)
+            rows = self._schedule.actions
+            self._perform(work, rows, microbatches, activation_shape, training=True)
         return work.result()
 
     def evaluate(self, microbatches: Sequence[Any], *, activation_shape: Shape) -> PipelineResult:
@@ -165,7 +176,7 @@ class PipelineExecutor:
             for first in range(0, len(microbatches), num_ranks):
                 indices = range(first, min(first + num_ranks, len(microbatches)))
                 rows = forward_rows(self._schedule.rank_of_stage, num_ranks, indices)
-                self._perform(work, rows, microbatches, activation_shape)
+                self._perform(work, rows, microbatches, activation_shape, training=False)
         return work.result()
 
     def close(self) -> None:
@@ -197,21 +208,30 @@ class PipelineExecutor:
         )
 
     def _perform(
-        self, work: Pass, rows: Rows, microbatches: Sequence[Any], activation_shape: Shape
+        self,
+        work: Pass,
+        rows: Rows,
+        microbatches: Sequence[Any],
+        activation_shape: Shape,
+        *,
+        training: bool,
     ) -> None:
-        exchange = Exchange(
-            self._channels,
-            rows,
-            self._schedule.rank_of_stage,
-            rank=self._rank,
-            allocate=lambda index: torch.empty(
-                _shape(activation_shape, microbatches[index]),
-                device=self._device,
-                dtype=self._dtype,
-            ),
-        )
         doing = "before its first action"
         try:
+            exchange = Exchange(
+                self._channels,
+                rows,
+                self._schedule.rank_of_stage,
+                rank=self._rank,
+                allocate=lambda index: torch.empty(
+                    _shape(activation_shape, microbatches[index]),
+                    device=self._device,
+                    dtype=self._dtype,
+                ),
+                announcement=self._announcement(
+                    rows, microbatches, activation_shape, training=training
+                ),
+            )
             for position, action in enumerate(rows[self._rank]):
                 doing = (
                     f"at {action}, the {action.kind} of stage {action.stage} on microbatch "
@@ -221,16 +241,38 @@ class PipelineExecutor:
             doing = "at the end, in waiting for its sends"
             exchange.finish()
         except BaseException as error:
-            self._failure = f"rank {self._rank} failed {doing}"
             work.abandon()
-            for channel in self._channels.values():
-                channel.abort()
-            self._channels = {}
+            self._fail(doing)
             if not isinstance(error, Exception):
                 raise
             raise RuntimeError(f"pipeline rank {self._rank} failed {doing}: {error}") from error
 
+    def _announcement(
+        self, rows: Rows, microbatches: Sequence[Any], activation_shape: Shape, *, training: bool
+    ) -> Announcement | None:
+        if not self._channels or self._device.type == "cuda":
+            return None
+        indices = sorted({action.microbatch for row in rows for action in row})
+        return Announcement.of(
+            training=training,
+            num_microbatches=len(microbatches),
+            first=indices[0],
+            shapes=[_shape(activation_shape, microbatches[index]) for index in indices],
+        )
+
+    def _fail(self, doing: str) -> None:
+        """End the communicators at once: nobody waits for this rank any more."""
+        self._failure = f"rank {self._rank} failed {doing}"
+        for channel in self._channels.values():
+            channel.abort()
+        self._channels = {}
+
 
 def _shape(activation_shape: Shape, microbatch: Any) -> tuple[int, ...]:
     given = activation_shape(microbatch) if callable(activation_shape) else activation_shape
+    if not isinstance(given, Sequence) or not all(isinstance(size, int) for size in given):
+        raise ValueError(
+            f"`activation_shape` must be a sequence of whole numbers or a function that returns "
+            f"one, got {given!r}."
+        )
     return tuple(given)

@@ -117,7 +117,8 @@ class Pass:
             hidden.requires_grad_(self._training)
         tape = self._splitter.tape_for(action) if self._training else None
         with nullcontext() if tape is None else self._splitter.deferring(tape):
-            output, auxiliary = self._stages[action.stage](hidden, microbatch)
+            returned = self._stages[action.stage](hidden, microbatch)
+        output, auxiliary = _unpack(action.stage, returned)
         is_last = action.stage == self._last
         self._check(action, output, auxiliary)
         key = (action.stage, action.microbatch)
@@ -177,3 +178,28 @@ class Pass:
                 f"the output of stage {stage} must depend on its input and carry gradients, got a "
                 f"tensor without; was it detached?"
             )
+
+
+def _unpack(stage: int, returned: Any) -> tuple[Tensor, Tensor | None]:
+    """Check what a stage returned: a tensor of two rows could be taken apart like a pair."""
+    is_pair = isinstance(returned, tuple | list) and len(returned) == 2
+    if not is_pair or not isinstance(returned[0], Tensor):
+        raise ValueError(
+            f"stage {stage} must return (output, auxiliary loss or None) with a tensor as its "
+            f"output, got {_describe(returned)}."
+        )
+    output, auxiliary = returned
+    if auxiliary is not None and not isinstance(auxiliary, Tensor):
+        raise ValueError(
+            f"the auxiliary loss of stage {stage} must be a scalar tensor or None, got "
+            f"{_describe(auxiliary)}."
+        )
+    return output, auxiliary
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_describe, value))})"
+    return "None" if value is None else type(value).__name__

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ._agreement import gather_texts, refusing_together
 from ._channels import Channel, open_channels
 from ._ranks import rank_in
 from ._schedule import Schedule
@@ -33,7 +34,8 @@ class TiedParameter:
 
     Raises:
         ValueError: If `copies` are not those of this rank's stages, two stages of this rank have
-            different parameters, or ranks bring different shapes, dtypes or stages.
+            different parameters, `stages` are not of the schedule, or ranks bring different shapes,
+            dtypes or stages. What one rank refuses is refused by all.
         RuntimeError: If several ranks are asked for and torch.distributed is not initialised.
     """
 
@@ -47,18 +49,24 @@ class TiedParameter:
         device: torch.device | str,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
-        rank = rank_in(group, schedule.num_ranks)
-        tied = sorted({0, schedule.num_stages - 1} if stages is None else set(stages))
-        held = [stage for stage in tied if stage in schedule.stages_of(rank)]
-        if sorted(copies) != held:
-            raise ValueError(
-                f"`copies` of rank {rank} must be those of stages {held}, got {sorted(copies)}."
-            )
-        if len({id(parameter) for parameter in copies.values()}) > 1:
-            raise ValueError(
-                f"stages {held} of rank {rank} must share one parameter, got different ones; "
-                f"give the later stage the `nn.Parameter` of the first."
-            )
+        with refusing_together(group, alone=schedule.num_ranks == 1):
+            rank = rank_in(group, schedule.num_ranks)
+            tied = sorted({0, schedule.num_stages - 1} if stages is None else set(stages))
+            if not tied or not 0 <= tied[0] <= tied[-1] < schedule.num_stages:
+                raise ValueError(
+                    f"`stages` must be some of the stages 0 to {schedule.num_stages - 1}, got "
+                    f"{tied}."
+                )
+            held = [stage for stage in tied if stage in schedule.stages_of(rank)]
+            if sorted(copies) != held:
+                raise ValueError(
+                    f"`copies` of rank {rank} must be those of stages {held}, got {sorted(copies)}."
+                )
+            if len({id(parameter) for parameter in copies.values()}) > 1:
+                raise ValueError(
+                    f"stages {held} of rank {rank} must share one parameter, got different ones; "
+                    f"give the later stage the `nn.Parameter` of the first."
+                )
         self._parameter = next(iter(copies.values()), None)
         self._rank = rank
         self._holders = sorted({schedule.rank_of_stage[stage] for stage in tied})
@@ -112,16 +120,14 @@ class TiedParameter:
         device: torch.device,
         timeout: timedelta,
     ) -> dict[tuple[int, int], Channel]:
-        mine = None
+        mine = ""
         if self._parameter is not None:
-            mine = (tuple(self._parameter.shape), str(self._parameter.dtype))
-        given: list[tuple[tuple[int, ...], str] | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(given, mine, group=group)
-        kinds = {kind for kind in given if kind is not None}
+            mine = f"{tuple(self._parameter.shape)}, {self._parameter.dtype}"
+        kinds = set(gather_texts(group, mine)) - {""}
         if len(kinds) > 1:
             raise ValueError(
                 f"all copies of a tied parameter must have one shape and dtype, got "
-                f"{sorted(map(str, kinds))}."
+                f"{sorted(kinds)}."
             )
         return open_channels(
             [(a, b) for a in self._holders for b in self._holders if a != b],
