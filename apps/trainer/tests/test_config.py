@@ -57,6 +57,7 @@ def test_every_recipe_is_valid_and_named_by_its_key():
             "data.source.path=/tmp",
             "path: no such key for kind = 'standard_library'; set data.source.kind = 'text_folder'",
         ),
+        ("recompute=blocks", r"recompute is a group; .* did you mean recompute.kind\?$"),
         ("guard.limit=5", "no such key for kind = 'stop'; set guard.kind = 'skip' for it$"),
         ("guard.zzz=5", "no such key for kind = 'stop'; guard has kind$"),
         ("schedule.decay=linear", "for kind = 'cosine'; set schedule.kind = 'wsd' for it$"),

@@ -69,7 +69,8 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     if leaf not in node and "kind" not in node:
         raise _unknown(key, tree)
     if isinstance(node.get(leaf), dict):
-        raise ConfigError(f"{key} is a group; set one of its values: {', '.join(node[leaf])}")
+        hint = f"; did you mean {key}.kind?" if "kind" in node[leaf] else ""
+        raise ConfigError(f"{key} is a group; set one of its values: {', '.join(node[leaf])}{hint}")
     node[leaf] = value
 
 
