@@ -63,3 +63,12 @@ def test_the_lock_brings_triton_to_linux_alone():
     needs = [line for line in re.findall(r'\{ name = "triton".*', lock) if "specifier" not in line]
     assert needs
     assert all("marker = \"sys_platform == 'linux'\"" in line for line in needs)
+
+
+def test_packages_use_no_collective_that_needs_numpy():
+    """`all_gather_object` and its kind call `Tensor.numpy`, and torch does not bring numpy."""
+    root = Path(__file__).parents[1]
+    sources = sorted(root.glob("packages/*/src/**/*.py"))
+    assert len(sources) > 100
+    for source in sources:
+        assert not re.search(r"dist\.\w+_object(_list)?\(", source.read_text()), source

@@ -13,6 +13,7 @@ belongs to and in whichever order it was told of them.
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -49,9 +50,21 @@ class ReplicaGroup:
         """Return the (small, picklable) `value` of every process of the group, in rank order."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.process_group)
-        return values
+        # As `all_gather_object` does, which needs numpy; torch does not bring it.
+        mine = torch.tensor(list(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [int(each) for each in self._gather(torch.tensor([len(mine)]))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        given = zip(self._gather(padded), lengths, strict=True)
+        return [pickle.loads(bytes(each[:length].tolist())) for each, length in given]
+
+    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Return every process's CPU tensor, through the GPU where the group has NCCL alone."""
+        if "cpu:" not in dist.get_backend_config(self.process_group):
+            mine = mine.to(torch.device("cuda", torch.cuda.current_device()))
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(every, mine, group=self.process_group)
+        return [each.cpu() for each in every]
 
     def differing(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
         """Return the names of the parameters whose bits are not the same on every process.
