@@ -9,7 +9,7 @@ import timing
 import torch
 import torch.distributed as dist
 from olmo_ep_comm import AllToAllDispatcher, Dispatcher, PairCodec, RowwiseDispatcher
-from olmo_ep_comm._rowwise.form import CombineBy
+from olmo_ep_comm._rowwise.sizes import CombineBy
 from torch import Tensor
 
 BLOCK = 32

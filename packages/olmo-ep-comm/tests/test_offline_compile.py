@@ -13,9 +13,9 @@ from compiled_kernels import assert_fits, compiling_for
 from olmo_ep_comm._rowwise.buffers import Buffers, Settings
 from olmo_ep_comm._rowwise.checks import make_form
 from olmo_ep_comm._rowwise.exchange import RowwiseExchange
-from olmo_ep_comm._rowwise.form import Form
 from olmo_ep_comm._rowwise.memory import InProcessMemory, Shared, Stack, pointer_table
 from olmo_ep_comm._rowwise.plan import SourcePlan
+from olmo_ep_comm._rowwise.sizes import Form
 from torch.overrides import TorchFunctionMode
 
 

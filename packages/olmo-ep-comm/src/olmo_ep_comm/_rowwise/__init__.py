@@ -21,7 +21,8 @@ the host waits for nothing.
 A **fault** of one rank travels with its counts, so that the other ranks meet it after the first
 barrier and need not wait for a rank that has gone: in a dispatch alone, since only that has counts.
 
-- `form`: the sizes that all ranks agree on, and the bytes of the buffers; `checks` of both.
+- `sizes`: the `Form` that all ranks agree on, and the bytes of the buffers; `checks` makes one of
+  what a caller gives.
 - `plan`: which row a route gets, what is dropped, and what travels once.
 - `leases`: which receive buffers are still read by a forward that is alive.
 - `memory`: buffers that other ranks can write, here of one process; `files` maps them between CPU

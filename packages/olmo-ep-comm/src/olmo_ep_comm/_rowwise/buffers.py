@@ -10,10 +10,10 @@ import torch
 from olmo_ep_comm._checks import refused_elsewhere_error, unknown_ids_error
 from olmo_ep_comm._codec import PairCodec
 
-from .form import Form
 from .leases import LeasePool
 from .memory import Memory, Stack
 from .plan import Admit
+from .sizes import Form
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

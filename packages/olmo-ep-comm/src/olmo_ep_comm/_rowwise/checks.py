@@ -13,8 +13,8 @@ from olmo_ep_comm._checks import (
 from olmo_ep_comm._codec import PairCodec, pack_rows
 
 from .buffers import Buffers
-from .form import ALIGN_BYTES, CombineBy, Form, dropless_capacity
 from .plan import Admit
+from .sizes import ALIGN_BYTES, CombineBy, Form, dropless_capacity
 
 DTYPES = (torch.bfloat16, torch.float32)
 _LARGEST = 2**31 - 1

@@ -23,10 +23,10 @@ from .buffers import Buffers, Settings
 from .checks import DTYPES, check_call, make_form
 from .exchange import RowwiseExchange
 from .files import FileMemory
-from .form import CombineBy
 from .impl import Impl, pick_moves
 from .memory import Memory
 from .plan import Admit
+from .sizes import CombineBy
 from .symmetric import SymmetricMemory
 
 

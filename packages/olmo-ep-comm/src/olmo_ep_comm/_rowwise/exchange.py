@@ -11,8 +11,8 @@ from torch import Tensor
 from olmo_ep_comm._codec import PackedRows, PairCodec, pack_rows, unpack_rows
 
 from .buffers import Buffers
-from .form import ALIGN_BYTES, WORD_BYTES
 from .plan import SourcePlan
+from .sizes import ALIGN_BYTES, WORD_BYTES
 
 
 class RowwiseExchange:

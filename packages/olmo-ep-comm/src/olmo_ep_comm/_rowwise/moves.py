@@ -17,9 +17,9 @@ from torch import Tensor
 
 from olmo_ep_comm._checks import unknown_ids
 
-from .form import META_WORDS, Form
 from .memory import Shared, Stack
 from .plan import Admit, SourcePlan, count_requests, keep_requests, plan_source, row_ends
+from .sizes import META_WORDS, Form
 
 
 def put_requests(peers: Shared, rank: int, expert_ids_TK: Tensor, lease: int, form: Form) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from olmo_ep_comm.reference import is_route, sort_routes
 
-from .form import Form
+from .sizes import Form
 
 Admit = Callable[[Tensor, int], Tensor]
 """`admit(requested_SQL, capacity) -> kept_SQL`: how many routes of each cell are kept."""

@@ -17,10 +17,10 @@ from olmo_ep_comm._interface import Dispatched
 from .buffers import Buffers, Settings
 from .checks import check_call, make_form
 from .exchange import RowwiseExchange
-from .form import CombineBy
 from .impl import Impl, pick_moves
 from .memory import InProcessMemory
 from .plan import Admit
+from .sizes import CombineBy
 
 
 class VirtualRowwise:

@@ -9,9 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
-from olmo_ep_comm._rowwise.form import Form
 from olmo_ep_comm._rowwise.memory import Shared, Stack
 from olmo_ep_comm._rowwise.plan import SourcePlan
+from olmo_ep_comm._rowwise.sizes import Form
 
 from . import row_kernels as rows
 from . import word_kernels as words

@@ -10,9 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
-from olmo_ep_comm._rowwise.form import Form
 from olmo_ep_comm._rowwise.memory import Shared
 from olmo_ep_comm._rowwise.plan import Admit, SourcePlan, ask_admit
+from olmo_ep_comm._rowwise.sizes import Form
 
 from . import plan_kernels as kernels
 

@@ -6,8 +6,9 @@ that a caller decides how many multiprocessors the exchange may take. Addresses 
 bits. Rows are moved in blocks of columns; a mask ends the last one. Sums are carried in float32.
 
 `peers` are int64 addresses of the buffers of all ranks, the same address space for a rank of this
-process and for one behind a link. Rows and buffers start at multiples of 16 bytes (`make_form` sees
-to it), which `multiple_of`, in bytes, says to the compiler: an address that was loaded is unknown.
+process and for one behind a link. Rows and buffers start at multiples of 16 bytes, which
+`checks.make_form` sees to and `multiple_of`, in bytes, says to the compiler: an address that was
+loaded is unknown.
 
 Numbers that change from call to call are not specialised: a kernel must not be compiled anew while
 a CUDA graph is captured, or by one rank while the others wait.
