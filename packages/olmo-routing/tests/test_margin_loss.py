@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from olmo_routing import Router, balance_loss, margin_balance_loss, route
 from torch.nn import functional as F
@@ -289,10 +289,15 @@ def test_the_gradient_is_bounded_however_thin_the_margins(sizes, exponent, seed)
     st.integers(0, 2**31),
 )
 def test_shifted_and_stretched_scores_are_the_same_game(sizes, shift, exponent, seed):
+    """Where no token's scores lie so near to each other that the least width holds its step."""
     num_tokens, top_k, num_experts = sizes
     generator = torch.Generator().manual_seed(seed)
     scores = 1 + torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float64)
-    ids = scores.topk(top_k, dim=1).indices
+    best, ids = scores.topk(top_k + 1, dim=1)
+    spread = (best[:, top_k - 1 :][:, :1] - scores).clamp(min=0).sum(1) / (num_experts - top_k)
+    level = best[:, -2:].mean(1) + max(shift, 0.0)
+    assume(bool((spread > level / 20).all()))  # the least width over that of the spread
+    ids = ids[:, :top_k]
     stretch = 10.0**exponent
     other = (stretch * (scores + shift)).requires_grad_()
     loss = margin_balance_loss(scores.requires_grad_(), ids)
