@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from olmo_ep_comm import create_dispatcher
 from olmo_trainer.build import assemble, build_part
 from olmo_trainer.checkpoint import state_of, write_checkpoint
 from olmo_trainer.checkpoint_manifest import checkpoint_path, find_checkpoint, read_manifest
 from olmo_trainer.cli import main
-from olmo_trainer.config import DataConfig, ModelConfig
+from olmo_trainer.config import ModelConfig
 from olmo_trainer.hugging_face import architecture, weights
 from olmo_trainer.hugging_face.architecture import family_of, from_hugging_face, to_hugging_face
 from olmo_trainer.hugging_face.tensor_files import TensorFolder, write_tensors
-from olmo_trainer.hugging_face.tokenizer_files import write_tokenizer
 from olmo_trainer.loop import train
 from olmo_trainer.mesh import create_mesh
 from olmo_trainer.model.initialize import initialize
@@ -30,7 +29,6 @@ from olmo_trainer.overrides import apply_overrides
 from olmo_trainer.recipes import RECIPES, nano
 from olmo_trainer.sample import load_model
 from olmo_trainer.sizes import count_parameters
-from olmo_trainer.text import TokenManifest, Vocabulary
 from rich.console import Console
 
 VOCABULARY = 61
@@ -346,50 +344,6 @@ def test_bfloat16_exports_round_the_weights_and_keep_the_bias(transformers, tmp_
 _ROUTER = "layers.1.feed_forward.router.weight_ED"
 
 
-@settings(max_examples=60, deadline=None)
-@given(text=st.text())
-def test_bytes_are_the_tokens_of_the_exported_tokenizer(byte_tokenizer, text):
-    ids = list(text.encode())
-    assert byte_tokenizer(text)["input_ids"] == ids
-    assert byte_tokenizer.decode(ids) == text
-
-
-@pytest.fixture(scope="module")
-def byte_tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    assert write_tokenizer(nano().data, folder) == 256
-    tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(folder)
-    assert (tokenizer.eos_token_id, len(tokenizer)) == (256, 257)
-    return tokenizer
-
-
-def test_prepared_text_brings_its_tokenizer(tmp_path):
-    prepared, folder = tmp_path / "prepared", tmp_path / "export"
-    prepared.mkdir()
-    folder.mkdir()
-    (prepared / "tokenizer.json").write_text("as it is")
-    tokens = TokenManifest(
-        vocabulary=Vocabulary("tokenizers 0", 61, 7),
-        dtype="uint16",
-        files=(),
-        options={"end_of_document": "</s>"},
-        inputs={},
-        skipped={},
-    )
-    tokens.write(prepared / "manifest.json")
-    source = {"kind": "token_files", "paths": [str(tmp_path / "raw"), str(prepared)]}
-    assert write_tokenizer(DataConfig.model_validate({"source": source}), folder) == 7
-    assert (folder / "tokenizer.json").read_text() == "as it is"
-    assert json.loads((folder / "tokenizer_config.json").read_text())["eos_token"] == "</s>"
-    raw = source | {"paths": [str(tmp_path / "raw")], "end_of_document": 5}
-    other = tmp_path / "other"
-    other.mkdir()
-    assert write_tokenizer(DataConfig.model_validate({"source": raw}), other) == 5
-    mixture = {"kind": "mixture", "sources": {"a": {"source": raw}, "b": {"source": source}}}
-    assert write_tokenizer(DataConfig.model_validate({"source": mixture}), other) == 7
-    assert (other / "tokenizer.json").exists()
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_the_configuration_comes_back_from_config_json(data):
@@ -529,33 +483,6 @@ def test_a_faulty_checkpoint_is_named_and_nothing_is_left(
     assert main(["import", str(there), str(tmp_path / "run"), "nano"]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-
-
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.integers(1, 200))
-def test_files_hold_every_tensor_and_at_most_their_bytes(tmp_path_factory, sizes, shard_bytes):
-    folder = tmp_path_factory.mktemp("files")
-    whole = torch.arange(sum(sizes), dtype=torch.float32)
-    tensors = {str(i): part for i, part in enumerate(whole.split(sizes))}  # views of one storage
-    write_tensors(folder, tensors.items(), shard_bytes=shard_bytes)
-    found = TensorFolder(folder)
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(found[name], tensor)
-    for path in folder.glob("*.safetensors"):
-        held = [name for name in found if found._files[name] is _file_of(found, path)]
-        assert len(held) <= 1 or sum(4 * sizes[int(name)] for name in held) <= shard_bytes
-    assert not list(folder.glob("*.partial"))
-
-
-def _file_of(found: TensorFolder, path: Path) -> Any:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        (name, *_) = file.keys()
-    return found._files[name]
 
 
 def test_a_place_that_takes_no_file_is_named(tmp_path, capsys):
