@@ -18,7 +18,7 @@ NUMEL = 4096
 @pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16])
 def test_adamw_spills_nothing_and_moves_16_bytes_at_a_time(capability, guarded, moment_dtype):
     """Lines that start and end at multiples of 16; of the others one launch and no more is said."""
-    from olmo_distopt._triton.adamw import Line, adamw
+    from olmo_distopt._triton.adamw import Line, adamw, tabulate
 
     number = torch.zeros(())
 
@@ -29,8 +29,8 @@ def test_adamw_spills_nothing_and_moves_16_bytes_at_a_time(capability, guarded, 
 
     with compiling_for(capability) as compiled:
         adamw(
-            [line(NUMEL), line(NUMEL + 1), line(16), line(7)],
-            *({}, number, number, number if guarded else None),
+            tabulate([line(NUMEL), line(NUMEL + 1), line(16), line(7)]),
+            *(number, number, number if guarded else None),
             torch.tensor(False) if guarded else None,
             betas=(0.9, 0.95),
             eps=1e-8,

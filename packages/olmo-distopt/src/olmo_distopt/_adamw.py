@@ -55,8 +55,11 @@ class ShardedAdamW(ShardedOptimizer):
         after_rebuild: called with `(name, parameter)` pairs whenever those parameters have new
             values, to rebuild what is derived from them (quantised copies). Every parameter comes
             once a step, on every process alike.
-        impl: how elements are updated. "auto" is "reference", plain torch, with the bits of
-            `torch.optim.AdamW`; "triton" needs CUDA, and is close to it but not bitwise equal.
+        impl: how elements are updated. "reference" is plain torch, with the bits of
+            `torch.optim.AdamW(foreach=False)`. "triton" needs CUDA and is not bitwise equal to it:
+            it fuses products and sums, so that main weights and moments differ in their last bits
+            and stay as near to exact arithmetic. "auto" is "triton" on CUDA of compute capability
+            8.0 or newer, for parameters of 16 or 32 bits, else "reference".
 
     Raises:
         ValueError: a number out of range, a parameter listed twice, a location of an unlisted name
@@ -117,16 +120,15 @@ class ShardedAdamW(ShardedOptimizer):
         )
 
     def _update(
-        self,
-        grads: list[torch.Tensor],
-        lr: float,
-        grad_scale: torch.Tensor | None,
-        skip: torch.Tensor | None,
+        self, lr: float, grad_scale: torch.Tensor | None, skip: torch.Tensor | None
     ) -> None:
         self._adamw.update(
-            *(self._states, grads, self._num_steps),
+            *(self._states, self._num_steps),
             lr=lr,
             weight_decay=self._weight_decay,
             grad_scale=grad_scale,
             skip=skip,
         )
+
+    def _forget_places(self) -> None:
+        self._adamw.forget_places()

@@ -70,19 +70,18 @@ class Gather:
         self._work = self._received = self._sent = None
 
     def _write(self, received: torch.Tensor) -> None:
+        wholes = [state.parameter.detach().view(-1) for state in self.states]
         if self._equal:
             pieces = received.split([state.own.length for state in self.states], dim=1)
-            for state, piece in zip(self.states, pieces, strict=True):
-                state.parameter.detach().view(self._group.size, -1).copy_(piece)
+            wholes = [whole.view(self._group.size, -1) for whole in wholes]
+            torch._foreach_copy_(wholes, list(pieces))
             return
         for rank, line in enumerate(received):
-            position = 0
-            for state in self.states:
-                assert state.ranges is not None, "only cut parameters are gathered"
-                first, length = state.ranges[rank]
-                whole = state.parameter.detach().view(-1)
-                whole.narrow(0, first, length).copy_(line.narrow(0, position, length))
-                position += length
+            ranges = [state.ranges[rank] for state in self.states if state.ranges is not None]
+            lengths = [held.length for held in ranges]
+            pieces = line.narrow(0, 0, sum(lengths)).split(lengths)
+            into = [whole.narrow(0, *held) for whole, held in zip(wholes, ranges, strict=True)]
+            torch._foreach_copy_(into, list(pieces))
 
 
 def plan_gathers(states: Sequence[TensorState], bucket_bytes: int) -> list[Gather]:

@@ -30,7 +30,7 @@ from ._parameters import main_grad, scattered_range, trainable
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Elements converted to FP64 at a time: 128 MiB.
+# Elements that a CPU converts to FP64 at a time: 128 MiB.
 _PIECE = 2**24
 
 
@@ -100,8 +100,11 @@ def clip_grad_norm(
     grads, counted = _gradients(named_parameters, replica_groups)
     norm = _norm(grads, counted, norm_type, group)
     factor = _factor(norm, max_norm)
+    together: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in grads:
-        grad.mul_(factor.to(grad.device, grad.dtype))
+        together.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, dtype), each in together.items():
+        torch._foreach_mul_(each, factor.to(device, dtype))
     return norm.float()
 
 
@@ -156,7 +159,7 @@ def _norm(
     device = collective_device(grads, group)
     zero = torch.zeros((), dtype=torch.float64, device=device)
     if norm_type == 2.0:
-        total = sum((_sum_of_squares(grad).to(device) for grad in counted), zero)
+        total = _sum_of_squares(counted, zero)
         if is_together():
             dist.all_reduce(total, group=group)
         return total.sqrt()
@@ -169,6 +172,14 @@ def _norm(
     return torch.where(pair[1] > 0, math.nan, pair[0])
 
 
-def _sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
-    pieces = [piece.double().square().sum() for piece in grad.flatten().split(_PIECE)]
-    return torch.stack(pieces).sum()
+def _sum_of_squares(grads: list[torch.Tensor], zero: torch.Tensor) -> torch.Tensor:
+    """Return the sum over all elements of all tensors, added to `zero`, a 0-d float64."""
+    pieces: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads:
+        cut = grad.flatten().split(_PIECE) if grad.numel() > _PIECE else (grad,)
+        pieces.setdefault(grad.device, []).extend(cut)
+    for each in pieces.values():
+        # Few launches for many tensors; the squares of the roots are off by bits of FP64.
+        norms = torch.stack(torch._foreach_norm(each, 2.0, dtype=torch.float64))
+        zero = zero + norms.square().sum().to(zero.device)
+    return zero

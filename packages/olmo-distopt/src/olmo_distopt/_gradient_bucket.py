@@ -106,8 +106,7 @@ class GradientBucket:
     def divide(self, divisor: torch.Tensor) -> None:
         """Divide the sums by a 0-d tensor of any device and dtype."""
         divisor = divisor.to(self.flat.device, self.flat.dtype)
-        for line in [self.flat] if self._ranges is None else self._own_lines():
-            line.div_(divisor)
+        torch._foreach_div_([self.flat] if self._ranges is None else self._own_lines(), divisor)
 
     def _own_lines(self) -> list[torch.Tensor]:
         ranges = self._ranges or []

@@ -144,40 +144,29 @@ class ShardedMuon(ShardedOptimizer):
         )
 
     def _update(
-        self,
-        grads: list[torch.Tensor],
-        lr: float,
-        grad_scale: torch.Tensor | None,
-        skip: torch.Tensor | None,
+        self, lr: float, grad_scale: torch.Tensor | None, skip: torch.Tensor | None
     ) -> None:
-        pairs = list(zip(self._states, grads, strict=True))
-        rest = [pair for pair in pairs if MOMENTUM not in pair[0].moments]
         self._adamw.update(
-            *([state for state, _ in rest], [grad for _, grad in rest], self._num_steps),
+            *([state for state in self._states if MOMENTUM not in state.moments], self._num_steps),
             lr=lr,
             weight_decay=self._weight_decay,
             grad_scale=grad_scale,
             skip=skip,
         )
-        owned: list[TensorState] = []
-        updates: list[torch.Tensor] = []
-        for state, grad in pairs:
-            if MOMENTUM in state.moments and state.main.numel():
-                owned.append(state)
-                updates.append(self._averaged(state, grad, grad_scale, skip))
+        owned = [each for each in self._states if MOMENTUM in each.moments and each.main.numel()]
+        updates = [self._averaged(state, grad_scale, skip) for state in owned]
         directions = orthogonalize(updates, num_iterations=self._num_iterations)
         for state, direction in zip(owned, directions, strict=True):
             self._apply(state, direction, lr * state.lr_scale, skip)
 
+    def _forget_places(self) -> None:
+        self._adamw.forget_places()
+
     def _averaged(
-        self,
-        state: TensorState,
-        grad: torch.Tensor,
-        grad_scale: torch.Tensor | None,
-        skip: torch.Tensor | None,
+        self, state: TensorState, grad_scale: torch.Tensor | None, skip: torch.Tensor | None
     ) -> torch.Tensor:
         """Update the momentum; return (n, rows, columns) to orthogonalise, in `product_dtype`."""
-        grad = grad.float()
+        grad = state.grad().float()
         if grad_scale is not None:
             grad = grad * grad_scale.to(grad.device, torch.float32)
         buffer = state.moments[MOMENTUM]

@@ -70,7 +70,8 @@ class GradientReducer:
             range, which `main_grad_range` names, and scratch elsewhere. Not for `ShardedMuon`.
         overlap: start reductions within backward. The sums have the same bits either way.
         min_shard_numel: for "reduce_scatter", as in `ShardedAdamW`.
-        impl: how gradients are added. "auto" is "reference", plain torch; "triton" needs CUDA.
+        impl: how gradients are added, with the same bits: "triton" on CUDA, "reference" in plain
+            torch. "auto" is "triton" on CUDA of compute capability 8.0 or newer, else "reference".
 
     Raises:
         ValueError: an option is none of those above; a parameter is listed twice, is not

@@ -85,6 +85,7 @@ class ShardedOptimizer(ABC):
         device = self._states[0].main.device if self._states else None
         self._num_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._after_rebuild = after_rebuild
+        self._places: list[tuple[object, ...]] = []
         self._gathers: list[Gather] = []
         self._gather_dtypes: list[torch.dtype] = []
         self._pending: list[Gather] = []
@@ -128,13 +129,13 @@ class ShardedOptimizer(ABC):
             raise ValueError(
                 f"`skip` must be 0-d and bool, got {tuple(skip.shape)} and {skip.dtype}."
             )
-        grads = [state.grad() for state in self._states]
+        self._require_gradients()
         self.wait()
         if skip is None:
             self._num_steps += 1
         else:
             self._num_steps += (~skip).to(self._num_steps.device, torch.int64)
-        self._update(grads, lr, grad_scale, skip)
+        self._update(lr, grad_scale, skip)
         self._rebuild()
 
     def wait(self) -> None:
@@ -257,13 +258,23 @@ class ShardedOptimizer(ABC):
 
     @abstractmethod
     def _update(
-        self,
-        grads: list[torch.Tensor],
-        lr: float,
-        grad_scale: torch.Tensor | None,
-        skip: torch.Tensor | None,
+        self, lr: float, grad_scale: torch.Tensor | None, skip: torch.Tensor | None
     ) -> None:
         """Update every state from its gradient, and write main into its range of the parameter."""
+
+    @abstractmethod
+    def _forget_places(self) -> None:
+        """Hear that a gradient or a parameter is no longer where the last step found it."""
+
+    def _require_gradients(self) -> None:
+        """Check every gradient; only what has moved since the last step is looked at twice."""
+        places = [state.whereabouts() for state in self._states]
+        if places != self._places:
+            self._places = []
+            for state in self._states:
+                state.require_gradient()
+            self._forget_places()
+            self._places = places
 
     def _labelled(self) -> dict[str, FlatShard | torch.Tensor]:
         state_dict: dict[str, FlatShard | torch.Tensor] = {"step": self._num_steps}

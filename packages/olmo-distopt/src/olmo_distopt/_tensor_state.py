@@ -58,14 +58,42 @@ class TensorState:
         line = tensor.detach().view(-1)
         return line if self.ranges is None else line.narrow(0, *self.own)
 
-    def grad(self) -> torch.Tensor:
-        """Return the elements owned of `main_grad`.
+    def whereabouts(self) -> tuple[object, ...]:
+        """Return where a step finds the gradient and the parameter: equal as long as none moves.
+
+        Cheap, for it is asked of every parameter in every step: no tensor is made. The main weights
+        and the moments never move.
+        """
+        parameter, attributes = self.parameter, vars(self.parameter)
+        grad = attributes.get("main_grad")
+        if grad is None:
+            return ()
+        return (
+            *(grad.data_ptr(), grad.numel(), grad.dtype, grad.is_contiguous()),
+            *(parameter.data_ptr(), parameter.dtype, attributes.get("main_grad_range")),
+        )
+
+    def require_gradient(self) -> None:
+        """Raise unless the parameter and the elements owned of its gradient can be stepped.
 
         Raises:
-            ValueError: there is none of the parameter's shape, or its sum over the replicas was
-                scattered in other ranges than those of this state.
+            ValueError: there is no contiguous `main_grad` of the parameter's shape on its device,
+                or its sum over the replicas was scattered in other ranges than those of this state;
+                or the parameter is no longer where its main weights are, or of their shape.
         """
-        grad, held = main_grad(self.name, self.parameter), scattered_range(self.parameter)
+        parameter, main = self.parameter, self.main
+        if parameter.device != main.device or not parameter.is_contiguous():
+            raise ValueError(
+                f"Parameter `{self.name}` must stay contiguous and on {main.device}, where its "
+                f"optimizer was made, got strides {parameter.stride()} on {parameter.device}; move "
+                "a model first, then make its reducer and its optimizer."
+            )
+        grad, held = main_grad(self.name, parameter), scattered_range(parameter)
+        if grad.device != main.device or not grad.is_contiguous():
+            raise ValueError(
+                f"`main_grad` of `{self.name}` must be contiguous and on {main.device}, got "
+                f"strides {grad.stride()} on {grad.device}."
+            )
         if held is not None and held != self.own:
             raise ValueError(
                 f"`main_grad` of `{self.name}` must hold the sum over the replicas in the elements "
@@ -73,7 +101,10 @@ class TensorState:
                 f"{_words(held)}. Give the reducer and the optimizer the same `min_shard_numel`, "
                 "or use `collective='all_reduce'` (always with `ShardedMuon`)."
             )
-        return self.slice_of(grad)
+
+    def grad(self) -> torch.Tensor:
+        """Return the elements owned of `main_grad`, which `require_gradient` has passed."""
+        return self.slice_of(main_grad(self.name, self.parameter))
 
     def labelled(self) -> dict[str, FlatShard]:
         """Return the tensors that a checkpoint holds, by key, as ranges of the global tensors."""
