@@ -7,15 +7,18 @@ The elementwise rule is that of `reference.adamw`, in the order of operations of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from ._arguments import require_betas, require_number
+from ._groups import ReplicaGroup
 from ._impl import Impl, require_impl, runs_kernel
-from ._sharded_optimizer import require_range
-from ._tensor_state import TensorState
+from ._partition import equal_ranges
+from ._tensor_state import Plan, TensorState
 
 # A BF16 number is not moved by less than half its spacing, which is up to 2^-7 of its value. A
 # moment that decays by less than that a step would never decay.
@@ -26,23 +29,30 @@ EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWRule:
-    """What does not change between steps.
-
-    Raises:
-        ValueError: a number out of range, or BF16 moments that would stand still.
-        RuntimeError: "triton" without triton.
-    """
+    """What does not change between steps; `check` it before use."""
 
     betas: tuple[float, float]
     eps: float
     moment_dtype: torch.dtype
     impl: Impl
 
-    def __post_init__(self) -> None:
+    def check(self, devices: Iterable[torch.device]) -> None:
+        """Raise for what cannot be.
+
+        Args:
+            devices: those of the parameters.
+
+        Raises:
+            TypeError: `betas` are not two numbers, or `eps` is none.
+            ValueError: a number out of range, BF16 moments that would stand still, or "triton" on
+                a device that cannot run it.
+            RuntimeError: "triton" without triton.
+        """
         require_impl(self.impl)
-        require_range("betas[0]", self.betas[0], 0.0, 1.0)
-        require_range("betas[1]", self.betas[1], 0.0, 1.0)
-        if not 0 < self.eps < math.inf:
+        for device in devices:
+            runs_kernel(self.impl, device)
+        require_betas(self.betas)
+        if not 0 < require_number("eps", self.eps) < math.inf:
             raise ValueError(f"`eps` must be > 0 and finite, got {self.eps}.")
         if self.moment_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
@@ -54,9 +64,14 @@ class AdamWRule:
                 "moment that changes by less a step is rounded back; use float32 moments."
             )
 
-    def moments(self) -> dict[str, torch.dtype]:
-        """Return the dtype of each moment, by its name in a checkpoint."""
-        return {EXP_AVG: self.moment_dtype, EXP_AVG_SQ: self.moment_dtype}
+    def options(self) -> dict[str, object]:
+        """Return what must be the same on all replicas, by name."""
+        return asdict(self)
+
+    def plan(self, parameter: nn.Parameter, group: ReplicaGroup, min_shard_numel: int) -> Plan:
+        """Return what is kept of a parameter: both moments, of equal ranges of it."""
+        ranges = equal_ranges(parameter.numel(), group.size, min_shard_numel)
+        return Plan(ranges, {EXP_AVG: self.moment_dtype, EXP_AVG_SQ: self.moment_dtype})
 
     def corrections(self, num_steps: torch.Tensor) -> Corrections:
         """Return the corrections of the step that makes the count `num_steps`, 0-d int64."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ._buckets import fill_buckets
+from ._collective import start_gather
 from ._tensor_state import TensorState
 
 
@@ -53,11 +54,9 @@ class Gather:
             self._received = line.view(size, -1)
         self._sent = sent
         # As bytes: a gather needs no arithmetic, and not every backend knows every dtype.
-        self._work = dist.all_gather_into_tensor(
-            line.view(torch.uint8),
-            sent.view(torch.uint8),
-            group=self._group.process_group,
-            async_op=True,
+        assert self._group.process_group is not None, "a cut parameter has other replicas"
+        self._work = start_gather(
+            line.view(torch.uint8), sent.view(torch.uint8), self._group.process_group
         )
 
     def finish(self) -> None:

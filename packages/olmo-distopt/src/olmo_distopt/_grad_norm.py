@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ._arguments import require_positive, require_zero_d
 from ._collective import collective_device, is_together
 from ._groups import ReplicaGroups
 from ._parameters import main_grad, scattered_range, trainable
@@ -60,7 +61,9 @@ def global_grad_norm(
 
     Raises:
         ValueError: `norm_type` is neither, or a parameter has no `main_grad`.
+        RuntimeError: gradients are not reduced.
     """
+    _require_norm_type(norm_type)
     grads, counted = _gradients(named_parameters, replica_groups)
     return _norm(grads, counted, norm_type, group).float()
 
@@ -93,10 +96,8 @@ def clip_grad_norm(
     Raises:
         ValueError: `max_norm` is not above 0, or as in `global_grad_norm`.
     """
-    if not max_norm > 0:
-        raise ValueError(
-            f"`max_norm` must be > 0, got {max_norm}; use `global_grad_norm` to measure only."
-        )
+    require_positive("max_norm", max_norm)
+    _require_norm_type(norm_type)
     grads, counted = _gradients(named_parameters, replica_groups)
     norm = _norm(grads, counted, norm_type, group)
     factor = _factor(norm, max_norm)
@@ -119,11 +120,17 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
         `max_norm / norm` where the norm is finite and above `max_norm`, else 1; 0-d float32.
 
     Raises:
+        TypeError: `norm` is no tensor, or `max_norm` no number.
         ValueError: `max_norm` is not above 0.
     """
-    if not max_norm > 0:
-        raise ValueError(f"`max_norm` must be > 0, got {max_norm}.")
+    require_zero_d("norm", norm)
+    require_positive("max_norm", max_norm)
     return _factor(norm.double(), max_norm).float()
+
+
+def _require_norm_type(norm_type: float) -> None:
+    if norm_type not in (2.0, math.inf):
+        raise ValueError(f"`norm_type` must be 2.0 or `math.inf`, got {norm_type}.")
 
 
 def _factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -154,8 +161,6 @@ def _norm(
     group: ProcessGroup | None,
 ) -> torch.Tensor:
     """Return the norm as 0-d float64."""
-    if norm_type not in (2.0, math.inf):
-        raise ValueError(f"`norm_type` must be 2.0 or `math.inf`, got {norm_type}.")
     device = collective_device(grads, group)
     zero = torch.zeros((), dtype=torch.float64, device=device)
     if norm_type == 2.0:

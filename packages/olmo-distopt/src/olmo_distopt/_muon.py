@@ -22,14 +22,15 @@ import torch
 from torch import nn
 
 from ._adamw_update import AdamWRule, AdamWUpdate, write
+from ._arguments import require_count, require_range, require_rule
 from ._buckets import BUCKET_BYTES
 from ._flat_shard import Location
 from ._groups import ReplicaGroups
-from ._impl import Impl, runs_kernel
+from ._impl import Impl
 from ._newton_schulz import orthogonalize, scale_to_unit
 from ._parameter_kinds import is_hidden_matrix
-from ._partition import MIN_SHARD_NUMEL, Range, equal_ranges
-from ._sharded_optimizer import Member, Rebuilt, ShardedOptimizer, require_range
+from ._partition import MIN_SHARD_NUMEL, Range
+from ._sharded_optimizer import Member, Rebuilt, ShardedOptimizer
 from ._tensor_state import Plan, TensorState
 
 Scale = Literal["shape", "adamw_rms"]
@@ -102,38 +103,41 @@ class ShardedMuon(ShardedOptimizer):
         after_rebuild: Rebuilt | None = None,
         impl: Impl = "auto",
     ) -> None:
-        require_range("momentum", momentum, 0.0, 1.0)
-        if num_iterations < 1:
-            raise ValueError(f"`num_iterations` must be >= 1, got {num_iterations}.")
-        if scale not in get_args(Scale):
-            raise ValueError(f"`scale` must be one of {get_args(Scale)}, got {scale!r}.")
-        if product_dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"`product_dtype` must be bfloat16 or float32, got {product_dtype}.")
         rule = AdamWRule(betas=betas, eps=eps, moment_dtype=moment_dtype, impl=impl)
         self._adamw = AdamWUpdate(rule)
         self._momentum, self._nesterov, self._scale = momentum, nesterov, scale
         self._num_iterations, self._product_dtype = num_iterations, product_dtype
-        chosen = matrices or is_hidden_matrix
 
-        def plan(members: list[Member]) -> list[Plan]:
-            for _, parameter, _ in members:
-                runs_kernel(impl, parameter.device)
-            owned = [member for member in members if chosen(member[0], member[1])]
-            ranges = _share_out(owned)
+        def make_plans(members: list[Member]) -> list[Plan]:
+            require_range("momentum", momentum, 0.0, 1.0)
+            require_count("num_iterations", num_iterations, 1)
+            require_count("min_shard_numel", min_shard_numel, 0)
+            require_rule("matrices", matrices)
+            if scale not in get_args(Scale):
+                raise ValueError(f"`scale` must be one of {get_args(Scale)}, got {scale!r}.")
+            if product_dtype not in (torch.bfloat16, torch.float32):
+                raise ValueError(
+                    f"`product_dtype` must be bfloat16 or float32, got {product_dtype}."
+                )
+            rule.check({parameter.device for _, parameter, _ in members})
+            chosen = matrices or is_hidden_matrix
+            ranges = _share_out([each for each in members if chosen(each[0], each[1])])
             return [
                 Plan(ranges[name], {MOMENTUM: moment_dtype})
                 if name in ranges
-                else Plan(
-                    equal_ranges(parameter.numel(), group.size, min_shard_numel),
-                    rule.moments(),
-                )
+                else rule.plan(parameter, group, min_shard_numel)
                 for name, parameter, group in members
             ]
 
         super().__init__(
             named_parameters,
             replica_groups,
-            plan,
+            make_plans,
+            {
+                **{"momentum": momentum, "nesterov": nesterov, "num_iterations": num_iterations},
+                **{"scale": scale, "product_dtype": product_dtype},
+                **{**rule.options(), "min_shard_numel": min_shard_numel},
+            },
             lr=lr,
             weight_decay=weight_decay,
             decay=decay,

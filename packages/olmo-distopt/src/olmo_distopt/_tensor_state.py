@@ -70,7 +70,8 @@ class TensorState:
             return ()
         return (
             *(grad.data_ptr(), grad.numel(), grad.dtype, grad.is_contiguous()),
-            *(parameter.data_ptr(), parameter.dtype, attributes.get("main_grad_range")),
+            *(parameter.data_ptr(), parameter.dtype),
+            *(attributes.get("main_grad_range"), attributes.get("main_grad_window")),
         )
 
     def require_gradient(self) -> None:
@@ -120,37 +121,56 @@ def _words(held: Range) -> str:
     return f"[{held.first}, {held.first + held.length})"
 
 
-def new_state(
-    name: str,
-    parameter: nn.Parameter,
-    group: ReplicaGroup,
-    plan: Plan,
-    *,
-    decay: float,
-    lr_scale: float,
-    location: Location | None,
-) -> TensorState:
-    """Keep what `plan` says: FP32 main weights from the parameter's values, moments of zeros."""
-    if not parameter.is_floating_point() or parameter.dtype.itemsize > 4:
-        raise ValueError(
-            f"Parameter `{name}` must be of a floating dtype of at most 32 bits, the precision of "
-            f"its main weight, got {parameter.dtype}."
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePlan:
+    """What will be kept of one parameter: checked, and nothing allocated."""
+
+    name: str
+    parameter: nn.Parameter
+    group: ReplicaGroup
+    plan: Plan
+    decay: float
+    lr_scale: float
+    location: Location | None
+
+    def __post_init__(self) -> None:
+        if self.parameter.dtype.itemsize > 4:
+            raise ValueError(
+                f"Parameter `{self.name}` must be of at most 32 bits, the precision of its main "
+                f"weight, got {self.parameter.dtype}."
+            )
+        self._global_line()
+
+    def described(self) -> tuple[object, ...]:
+        """Return what must be the same on all replicas."""
+        parameter, plan = self.parameter, self.plan
+        factors = (self.decay, self.lr_scale)
+        moments = sorted((kind, str(dtype)) for kind, dtype in plan.moments.items())
+        line = (tuple(parameter.shape), str(parameter.dtype), self._global_line())
+        return (self.name, *line, *factors, moments, plan.ranges)
+
+    def make_state(self) -> TensorState:
+        """Return FP32 main weights from the parameter's values, and moments of zeros."""
+        plan, numel = self.plan, self.parameter.numel()
+        flat_start, global_numel = self._global_line()
+        first, length = plan.ranges[self.group.rank] if plan.ranges is not None else (0, numel)
+        line = self.parameter.detach().view(-1).narrow(0, first, length)
+        main = line.to(torch.float32, copy=True)
+        return TensorState(
+            name=self.name,
+            parameter=self.parameter,
+            group=self.group,
+            ranges=plan.ranges,
+            decay=self.decay,
+            lr_scale=self.lr_scale,
+            global_first=flat_start + first,
+            global_numel=global_numel,
+            main=main,
+            moments={kind: torch.zeros_like(main, dtype=d) for kind, d in plan.moments.items()},
         )
-    numel = parameter.numel()
-    flat_start, global_numel = 0, numel
-    if location is not None:
-        flat_start, global_numel = location.flat_range(name, parameter.shape)
-    first, length = plan.ranges[group.rank] if plan.ranges is not None else (0, numel)
-    main = parameter.detach().view(-1).narrow(0, first, length).to(torch.float32, copy=True)
-    return TensorState(
-        name=name,
-        parameter=parameter,
-        group=group,
-        ranges=plan.ranges,
-        decay=decay,
-        lr_scale=lr_scale,
-        global_first=flat_start + first,
-        global_numel=global_numel,
-        main=main,
-        moments={kind: torch.zeros_like(main, dtype=d) for kind, d in plan.moments.items()},
-    )
+
+    def _global_line(self) -> tuple[int, int]:
+        """Return where the parameter starts in the flattened global tensor, and its length."""
+        if self.location is None:
+            return 0, self.parameter.numel()
+        return self.location.flat_range(self.name, self.parameter.shape)
