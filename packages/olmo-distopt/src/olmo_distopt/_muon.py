@@ -65,7 +65,9 @@ class ShardedMuon(ShardedOptimizer):
         bucket_bytes: as in `ShardedAdamW`.
         locations: as in `ShardedAdamW`.
         after_rebuild: as in `ShardedAdamW`.
-        impl: as in `ShardedAdamW`, for what is AdamW's.
+        impl: as in `ShardedAdamW`; of Muon's own work the Newton-Schulz products have kernels, for
+            bfloat16 on compute capability 9.x. Theirs are the bits of torch's products there, up to
+            the order of sums.
 
     Raises:
         ValueError: as `ShardedAdamW`; a chosen parameter has not two or three dimensions;
@@ -107,6 +109,7 @@ class ShardedMuon(ShardedOptimizer):
         self._adamw = AdamWUpdate(rule)
         self._momentum, self._nesterov, self._scale = momentum, nesterov, scale
         self._num_iterations, self._product_dtype = num_iterations, product_dtype
+        self._impl: Impl = impl
 
         def make_plans(members: list[Member]) -> list[Plan]:
             require_range("momentum", momentum, 0.0, 1.0)
@@ -159,7 +162,7 @@ class ShardedMuon(ShardedOptimizer):
         )
         owned = [each for each in self._states if MOMENTUM in each.moments and each.main.numel()]
         updates = [self._averaged(state, grad_scale, skip) for state in owned]
-        directions = orthogonalize(updates, num_iterations=self._num_iterations)
+        directions = orthogonalize(updates, num_iterations=self._num_iterations, impl=self._impl)
         for state, direction in zip(owned, directions, strict=True):
             self._apply(state, direction, lr * state.lr_scale, skip)
 
