@@ -27,10 +27,11 @@ from torch.autograd.function import once_differentiable
 from . import reference
 from ._expert_padding import pad_experts
 from ._formats import Element, check_source
+from ._groups import Groups
 from ._matmul import as_stack, read_groups, whole
 from ._product_impl import ProductImpl, pick_product
 from ._product_kernels import row_product
-from ._products import Groups, multiply_across_rows, multiply_rows, operand_dtype
+from ._products import multiply_across_rows, multiply_rows, operand_dtype
 from ._quantize import dequantize, quantize
 from ._recipe import DEFAULT_RECIPE, MXRecipe
 from ._tensor import MXTensor
