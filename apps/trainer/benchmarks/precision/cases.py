@@ -26,6 +26,13 @@ PRECISIONS: dict[str, tuple[str, tuple[str, ...]]] = {
         "exact MXFP8, floor, weight gradients too",
         (_ALL, "precision.recipe.scale_rule=floor", "precision.recipe.weight_grad=mxfp8"),
     ),
+    "coarse-all": (
+        "coarse MXFP8, rceil, weight gradients too",
+        (
+            *(_ALL, "precision.recipe.scale_rule=rceil", "precision.recipe.granularity=128"),
+            "precision.recipe.weight_grad=mxfp8",
+        ),
+    ),
     # The same mathematics, rounded elsewhere: how far runs part that differ by nothing.
     "control": ("BF16 in two microbatches", ("batch.accumulation=2",)),
 }

@@ -14,6 +14,7 @@ _COLOURS = {
     "coarse": "#2ca02c",
     "rceil-all": "#17becf",
     "floor-all": "#ff7f0e",
+    "coarse-all": "#bcbd22",
     "control": "#9467bd",
 }
 _BINS = 40
