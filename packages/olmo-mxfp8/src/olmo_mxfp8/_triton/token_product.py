@@ -61,6 +61,7 @@ def token_product(
         F,
         D,
         E,
+        FLATTEN=cut.flatten,
         **cut.options,
     )
     return dw_EFD
