@@ -23,7 +23,7 @@ from torch import nn
 
 from ._adamw_update import AdamWRule, AdamWUpdate
 from ._arguments import require_count
-from ._buckets import BUCKET_BYTES
+from ._bucket_order import BUCKET_BYTES
 from ._flat_shard import Location
 from ._groups import ReplicaGroups
 from ._impl import Impl

@@ -17,12 +17,9 @@ from torch import nn
 from ._arguments import require_betas, require_number
 from ._groups import ReplicaGroup
 from ._impl import Impl, require_impl, runs_kernel
+from ._moments import require_moment_dtype
 from ._partition import equal_ranges
 from ._tensor_state import Plan, TensorState
-
-# A BF16 number is not moved by less than half its spacing, which is up to 2^-7 of its value. A
-# moment that decays by less than that a step would never decay.
-_LEAST_BF16_DECAY = 2.0**-8
 
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 
@@ -54,15 +51,7 @@ class AdamWRule:
         require_betas(self.betas)
         if not 0 < require_number("eps", self.eps) < math.inf:
             raise ValueError(f"`eps` must be > 0 and finite, got {self.eps}.")
-        if self.moment_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"`moment_dtype` must be float32 or bfloat16, got {self.moment_dtype}."
-            )
-        if self.moment_dtype == torch.bfloat16 and max(self.betas) > 1 - _LEAST_BF16_DECAY:
-            raise ValueError(
-                f"`betas` must be at most 1 - 2^-8 with bfloat16 moments, got {self.betas}: a "
-                "moment that changes by less a step is rounded back; use float32 moments."
-            )
+        require_moment_dtype(self.moment_dtype, "betas", *self.betas)
 
     def options(self) -> dict[str, object]:
         """Return what must be the same on all replicas, by name."""

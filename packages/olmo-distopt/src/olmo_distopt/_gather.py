@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._buckets import fill_buckets
+from ._bucket_order import fill_buckets
 from ._collective import start_gather
 from ._tensor_state import TensorState
 

@@ -1,10 +1,8 @@
 """Muon on whole matrices, each owned by one process of its replica group; AdamW for the rest.
 
-An orthogonalisation needs the whole matrix, so a matrix is never cut: one replica owns it, keeps
-its FP32 main weights and its momentum, updates it and sends it to the others. A stack of expert
-matrices is a batch whose matrices are shared out in contiguous runs; single matrices go, largest
-first, to the replica with the least work so far, by multiplications. What `matrices` does not
-choose is AdamW's, cut as `ShardedAdamW` cuts it.
+An orthogonalisation needs the whole matrix, so a matrix is never cut: one replica owns it
+(`_matrix_owners` says which), keeps its FP32 main weights and its momentum, updates it and sends it
+to the others. What `matrices` does not choose is AdamW's, cut as `ShardedAdamW` cuts it.
 
     B <- lerp(B, G, 1 - mu)      U = lerp(G, B, mu)      w <- (1 - lr wd) w - lr s O(U)
 
@@ -23,13 +21,15 @@ from torch import nn
 
 from ._adamw_update import AdamWRule, AdamWUpdate, write
 from ._arguments import require_count, require_range, require_rule
-from ._buckets import BUCKET_BYTES
+from ._bucket_order import BUCKET_BYTES
 from ._flat_shard import Location
 from ._groups import ReplicaGroups
 from ._impl import Impl
+from ._matrix_owners import share_out
+from ._moments import require_moment_dtype
 from ._newton_schulz import orthogonalize, scale_to_unit
 from ._parameter_kinds import is_hidden_matrix
-from ._partition import MIN_SHARD_NUMEL, Range
+from ._partition import MIN_SHARD_NUMEL
 from ._sharded_optimizer import Member, Rebuilt, ShardedOptimizer
 from ._tensor_state import Plan, TensorState
 
@@ -49,7 +49,7 @@ class ShardedMuon(ShardedOptimizer):
             AdamW's too, times `lr_scale`: with `scale="adamw_rms"` one rate suits both.
         matrices: `(name, parameter) -> bool`, which parameters are Muon's. None:
             `is_hidden_matrix`.
-        momentum: in [0, 1).
+        momentum: in [0, 1); at most 1 - 2^-8 with BF16 moments.
         nesterov: whether the gradient is mixed in once more.
         num_iterations: Newton-Schulz iterations, >= 1.
         scale: of a matrix's update: "shape", `sqrt(max(1, rows / columns))`; or "adamw_rms",
@@ -122,9 +122,10 @@ class ShardedMuon(ShardedOptimizer):
                 raise ValueError(
                     f"`product_dtype` must be bfloat16 or float32, got {product_dtype}."
                 )
+            require_moment_dtype(moment_dtype, "momentum", momentum)
             rule.check({parameter.device for _, parameter, _ in members})
             chosen = matrices or is_hidden_matrix
-            ranges = _share_out([each for each in members if chosen(each[0], each[1])])
+            ranges = share_out([each for each in members if chosen(each[0], each[1])])
             return [
                 Plan(ranges[name], {MOMENTUM: moment_dtype})
                 if name in ranges
@@ -200,43 +201,3 @@ class ShardedMuon(ShardedOptimizer):
         new.view_as(direction).add_(direction, alpha=-lr * factor)
         write((state.main,), (new,), skip)
         state.slice_of(state.parameter).copy_(state.main)
-
-
-def _share_out(members: list[Member]) -> dict[str, list[Range] | None]:
-    """Return the ranges of every matrix or stack by name: who owns what; None in a group of one."""
-    ranges: dict[str, list[Range] | None] = {}
-    work: dict[str, list[int]] = {}
-    for name, parameter, _ in members:
-        if parameter.ndim not in (2, 3):
-            raise ValueError(
-                f"Parameter `{name}` must be a matrix or a stack of matrices for Muon, got shape "
-                f"{tuple(parameter.shape)}; let `matrices` leave it to AdamW."
-            )
-    # Stacks first: their runs are given, and single matrices even out what they leave.
-    for name, parameter, group in sorted(
-        members, key=lambda m: (m[1].ndim == 2, -_multiplications(m[1]), m[0])
-    ):
-        size, numel = group.size, parameter.numel()
-        if size == 1 or numel == 0:
-            ranges[name] = None
-            continue
-        loads = work.setdefault(group.name, [0] * size)
-        num_matrices = parameter.shape[0] if parameter.ndim == 3 else 1
-        if num_matrices > 1:
-            ends = [rank * num_matrices // size for rank in range(size + 1)]
-        else:
-            owner = loads.index(min(loads))
-            ends = [int(rank > owner) for rank in range(size + 1)]
-        each = numel // num_matrices
-        ranges[name] = [
-            Range(ends[rank] * each, (ends[rank + 1] - ends[rank]) * each) for rank in range(size)
-        ]
-        for rank in range(size):
-            loads[rank] += (ends[rank + 1] - ends[rank]) * _multiplications(parameter)
-    return ranges
-
-
-def _multiplications(parameter: nn.Parameter) -> int:
-    """Return those of one matrix's smaller product."""
-    rows, columns = parameter.shape[-2:]
-    return rows * columns * min(rows, columns)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._buckets import fill_buckets
+from ._bucket_order import fill_buckets
 from ._impl import Impl, runs_kernel
 from .reference import MUON_COEFFICIENTS, MUON_EPS
 

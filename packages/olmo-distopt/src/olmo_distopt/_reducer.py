@@ -31,7 +31,7 @@ from torch import nn
 from ._accumulate import accumulate
 from ._agreement import agree
 from ._arguments import require_count, require_positive, require_range, require_zero_d
-from ._buckets import BUCKET_BYTES, fill_buckets
+from ._bucket_order import BUCKET_BYTES, fill_buckets
 from ._collective import collective_device, is_together
 from ._gradient_bucket import GradientBucket
 from ._groups import ReplicaGroups
@@ -87,7 +87,7 @@ class GradientReducer:
     Note:
         Every parameter gets the attribute `main_grad`, of its shape. A kernel may add to it itself
         and give autograd no gradient; see `gradient_added`. Buckets fill from the end of the list,
-        where backward begins; see `_buckets` for the order of the collectives. Nothing is read from
+        where backward begins; see `_bucket_order` for that of the collectives. Nothing is read from
         the device. An all-reduce needs no memory of its own, a reduce-scatter up to two copies of a
         bucket. Members of a group must use the same options: construction is collective and
         compares them, apart from `overlap` and `impl`, which change no bit.
