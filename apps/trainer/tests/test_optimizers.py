@@ -179,6 +179,10 @@ def test_the_bytes_of_a_dry_run_are_those_of_the_state(kind, moments):
             ["optimizer.moments=bf16", "optimizer.beta2=0.999"],
             r"beta2 \(0.999\) must be at most 0.99609375 with moments = 'bf16'",
         ),
+        (
+            ["optimizer.kind=muon", "optimizer.moments=bf16", "optimizer.momentum=0.999"],
+            r"momentum \(0.999\) must be at most 0.99609375 with moments = 'bf16'",
+        ),
     ],
 )
 def test_a_wrong_option_is_named(settings, message):
