@@ -87,7 +87,9 @@ def test_blocks_hold_the_bits_of_the_reference(sizes, source, element, rule, D):
         )
         got = codes[:, 128 * place : 128 * place + 128].cpu()
         assert torch.equal(got, want.data.view(torch.uint8).T)
-        assert torch.equal(scales[place].cpu(), want.scales[0])
+        powers = torch.exp2(want.scales[0].double() - 127).float()
+        powers[want.scales[0] == 255] = torch.nan
+        torch.testing.assert_close(scales[place].cpu(), powers, rtol=0, atol=0, equal_nan=True)
     assert len(seen) == sum(-(-size // 128) for size in sizes)
 
 
@@ -96,13 +98,10 @@ def _exact(a, b, sizes, elements):
     found = []
     for operand, element in zip((a, b), elements, strict=True):
         codes, scales = (each.cpu() for each in operand)
-        t = MXTensor(
-            codes.view({"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[element]),
-            scales.T.repeat_interleave(4, 1).contiguous(),
-            1,
-            element,
-        )
-        found.append(dequantize(t, torch.float64))
+        dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[element]
+        ones = torch.full((codes.shape[0], codes.shape[1] // 32), 127, dtype=torch.uint8)
+        values = dequantize(MXTensor(codes.view(dtype), ones, 1, element), torch.float64)
+        found.append(values * scales.T.repeat_interleave(128, 1).double())
     exact = torch.zeros(len(sizes), found[0].shape[0], found[1].shape[0], dtype=torch.float64)
     magnitude = exact.clone()
     for e, place, _ in _blocks(sizes):
@@ -159,8 +158,7 @@ def _gradients(function, leaves, dy, *arguments, **options):
 
 
 @needs_hopper
-@pytest.mark.parametrize("rule", ["rceil", "floor"])
-@pytest.mark.parametrize("grad_element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(("rule", "grad_element"), [("rceil", "e4m3"), ("floor", "e5m2")])
 def test_layers_have_the_weight_gradient_of_the_reference(rule, grad_element):
     sizes = (129, 0, 3)
     x, w, dy = torch.randn(137, 128), torch.randn(3, 256, 128), torch.randn(137, 256)
@@ -266,9 +264,9 @@ def test_bad_offsets_write_nothing_outside(ends):
     class Inside(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             kwargs = kwargs or {}
-            if func is torch.Tensor.new_empty and kwargs.get("dtype") == torch.uint8:
+            if func is torch.Tensor.new_empty and "dtype" in kwargs:
                 numel = torch.Size(args[1:]).numel()
-                whole = torch.full((guard + numel + guard,), 77, dtype=torch.uint8)
+                whole = torch.full((guard + numel + guard,), 77, dtype=kwargs["dtype"])
                 sizes[numel] = whole
                 return whole[guard : guard + numel].view(args[1:])
             return func(*args, **kwargs)
@@ -287,7 +285,7 @@ def test_bad_offsets_write_nothing_outside(ends):
         assert (whole[:guard] == 77).all()
         assert (whole[-guard:] == 77).all()
     codes = codes.fill_(0).view(torch.float8_e4m3fn)
-    dw = product(codes, scales.fill_(127), codes, scales, offsets, 12, torch.float32)
+    dw = product(codes, scales.fill_(1), codes, scales, offsets, 12, torch.float32)
     assert (dw == 0).all()
 
 

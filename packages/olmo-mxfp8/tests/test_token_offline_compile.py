@@ -52,9 +52,9 @@ def test_the_token_product_multiplies_codes_on_hopper(out_dtype, formats, rows):
     with compiling_for(90) as compiled:
         token_product(
             _packed(N, 128 * places, dtype=formats[0]),
-            _packed(places, N, dtype=torch.uint8),
+            _packed(places, N, dtype=torch.float32),
             _packed(K, 128 * places, dtype=formats[1]),
-            _packed(places, K, dtype=torch.uint8),
+            _packed(places, K, dtype=torch.float32),
             _offsets(),
             R,
             out_dtype,

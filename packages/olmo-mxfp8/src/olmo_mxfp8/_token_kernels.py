@@ -62,7 +62,7 @@ def quantize_tokens(
     element: str,
     rceil: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return codes (D, T) and scale bytes (P, D) along the rows of each expert.
+    """Return codes (D, T) and scales (P, D), float32, along the rows of each expert.
 
     `x_RD` holds values, or codes of the format `source` along D under `scales`, (R, D / 32).
     """
@@ -118,7 +118,7 @@ def _operand(x_RD: Tensor, offsets_E: Tensor) -> tuple[Tensor, Tensor]:
     (R, D), E = x_RD.shape, offsets_E.shape[0]
     places = R // COARSE + E
     codes = x_RD.new_empty(D, COARSE * places, dtype=torch.uint8)
-    return codes, x_RD.new_empty(places, D, dtype=torch.uint8)
+    return codes, x_RD.new_empty(places, D, dtype=torch.float32)
 
 
 @quantize_tokens.register_fake

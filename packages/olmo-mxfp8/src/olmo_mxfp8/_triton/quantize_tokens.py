@@ -21,7 +21,7 @@ from torch import Tensor
 
 from olmo_mxfp8._formats import Format
 
-from .codes import decode, encode, magnitude_bits, scale_byte
+from .codes import decode, encode, magnitude_bits, scale_byte, scale_value
 from .quantize import format_options
 from .tile_list import list_tiles
 
@@ -55,12 +55,13 @@ def quantize_tokens(
         rceil: The rule of the scales.
 
     Returns:
-        Codes, uint8, (D, T), and scale bytes (P, D), one for each 128 tokens.
+        Codes, uint8, (D, T), and scales (P, D), one for each 128 tokens: the power of two itself in
+        float32, which a product would else make of a byte in every step of every tile.
     """
     (R, D), E = x_RD.shape, offsets_E.numel()
     places = num_places(R, E)
     codes = x_RD.new_empty(D, BLOCK * places, dtype=torch.uint8)
-    bytes_PD = x_RD.new_empty(places, D, dtype=torch.uint8)
+    scales_PD = x_RD.new_empty(places, D, dtype=torch.float32)
     tiles, capacity = list_tiles(offsets_E, R, BLOCK)
     given = {"S_MBITS": 0, "S_MIN": 0, "S_INFINITY": False}
     if source is not None:
@@ -71,7 +72,7 @@ def quantize_tokens(
         x_RD,
         scales,
         codes,
-        bytes_PD,
+        scales_PD,
         offsets_E,
         tiles,
         capacity,
@@ -85,7 +86,7 @@ def quantize_tokens(
         **given,
         **format_options(element, rceil, x_RD.device),
     )
-    return codes, bytes_PD
+    return codes, scales_PD
 
 
 @triton.jit
@@ -137,7 +138,7 @@ def _quantize_tokens_kernel(
         else:
             value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         byte = scale_byte(tl.max(magnitude_bits(value), 0), MAX, RCEIL)
-        tl.store(scales + place * D + column, byte.to(tl.uint8), mask=column < D)
+        tl.store(scales + place * D + column, scale_value(byte), mask=column < D)
         code = encode(value, byte[None, :], MBITS, MIN, MAX_CODE, CAST)
         to = column.to(tl.int64)[:, None] * T + place * BLOCK + tl.arange(0, BLOCK)[None, :]
         tl.store(codes + to, tl.trans(code), mask=(column < D)[:, None])

@@ -14,7 +14,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import tiling
-from .codes import scale_value
 from .quantize_tokens import BLOCK
 from .tile_list import place_of
 
@@ -35,9 +34,9 @@ def token_product(
 
     Args:
         a_FT: Codes, FP8, (F, T); F and D are multiples of 128.
-        a_scales: uint8, (P, F).
+        a_scales: float32, (P, F).
         b_DT: Codes, FP8, (D, T), of a format that may differ.
-        b_scales: uint8, (P, D).
+        b_scales: float32, (P, D).
         offsets_E: Ends of the experts' rows, (E,) int32.
         num_rows: R.
         out_dtype: Of the result; the sum is float32.
@@ -106,10 +105,9 @@ def _token_product_kernel(
             left = a.load([i * BM, place * BK])
             right = b.load([j * BN, place * BK])
             at = tl.cast(place, tl.int64)
-            a_byte = tl.load(a_scales + at * F + rows).to(tl.int32)
-            b_byte = tl.load(b_scales + at * D + columns).to(tl.int32)
+            a_scale = tl.load(a_scales + at * F + rows)
+            b_scale = tl.load(b_scales + at * D + columns)
             # One after the other: the product of two scales may be infinite where the sum is 0.
-            product = tl.dot(left, right.T) * scale_value(b_byte)[None, :]
-            accumulator += product * scale_value(a_byte)[:, None]
+            accumulator += tl.dot(left, right.T) * b_scale[None, :] * a_scale[:, None]
         tile = tl.reshape(accumulator.to(dw.dtype), (1, BM, BN))
         dw.store([expert, i * BM, j * BN], tile)
