@@ -28,7 +28,7 @@ from olmo_trainer.config import (
 )
 from olmo_trainer.dispatcher import build_dispatcher, live_dispatches
 from olmo_trainer.growing_executor import GrowingExecutor
-from olmo_trainer.guard import Guard
+from olmo_trainer.guard import Breaker, Guard
 from olmo_trainer.mesh import Mesh
 from olmo_trainer.model.attention import Attention
 from olmo_trainer.model.block import Block
@@ -62,6 +62,7 @@ class Assembly:
     reducer: GradientReducer
     optimizer: Optimizer
     guard: Guard | None
+    breaker: Breaker
     executor: GrowingExecutor
     dispatcher: Dispatcher
 
@@ -288,6 +289,7 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
         reducer=GradientReducer(named, groups),
         optimizer=optimizer,
         guard=Guard(config.guard, mesh) if isinstance(config.guard, SkipGuard) else None,
+        breaker=Breaker(),
         executor=GrowingExecutor(
             lambda count: PipelineExecutor(
                 build_schedule(config.layout, count),
