@@ -27,6 +27,7 @@ from olmo_trainer.checkpoint_manifest import (
     discard_leftovers,
 )
 from olmo_trainer.checkpoint_saver import CheckpointSaver
+from olmo_trainer.compiler import require_compiler
 from olmo_trainer.config import TrainerConfig
 from olmo_trainer.data import Batch, ByteTokenizer, TrainData
 from olmo_trainer.device_peaks import peak_flops
@@ -88,6 +89,7 @@ def train(
     require_trackers(config.run.trackers)
     device = pick_device(config)
     check_installed(config)
+    require_compiler(config, device)
     data = open_data(config)
     config = end_with_data(config, data)
     if resume is not None:
