@@ -113,9 +113,9 @@ def _choices() -> tuple[Choice, ...]:
     graphs = ("compile.kind=dense", "compile.backend=aot_eager")
     cut, halves = Layout(1, 2, 1, context=2), "layout.schedule.kind=zero_bubble_h1"
     made += [
-        Choice("compile dense, recompute blocks, context", (*graphs, split[0]), cut),
+        Choice("compile, recompute blocks, context", (*graphs, split[0]), cut),
         # Of a stage without routed layers a graph would hold all, and leave nothing to split.
-        Choice("compile dense, split backward", (*graphs, halves), STAGES),
+        Choice("compile, split backward", (*graphs, halves), STAGES),
     ]
     for layer in ("experts", "shared", "attention"):
         made.append(Choice(f"mxfp8 {layer}", (f"precision.mxfp8={layer}",), bound=0.3))
