@@ -13,7 +13,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
-HALF_A_PLACE = 2.0**-24 if INTERPRETED else 2.0**-9
+HALF_A_PLACE = 2.0**-24 if INTERPRETED else 2.0**-8
 # Squares of one tile and of many, tiles with a rest, and shapes that are nearly a vector.
 SHAPES = [(2, 128, 64), (1, 136, 8), (3, 264, 328), (2, 8, 520), (1, 520, 24)]
 SHAPES += [] if INTERPRETED else [(4, 1536, 4096), (1, 4096, 1000)]
