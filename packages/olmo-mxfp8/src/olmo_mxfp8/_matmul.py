@@ -82,8 +82,8 @@ def scaled_grouped_mm(
             gives codes and scales to the scaled units of compute capability 10.x, which nobody has
             run yet: by torch's `scaled_grouped_mm` where this torch has it and it can (two e4m3
             operands, bfloat16 out, N a multiple of 16, at least as many rows as experts), else by a
-            Triton kernel. On a CPU, `"dequantise"` and `"coarse"` run in Triton's interpreter
-            alone. `"auto"` is the first of `"coarse"` and `"dequantise"` that can run, on CUDA,
+            Triton kernel. On a CPU `"dequantise"` runs in Triton's interpreter alone, and
+            `"coarse"`, which needs triton 3.6 or newer, does not. `"auto"` is the first of `"coarse"` and `"dequantise"` that can run, on CUDA,
             because each reads the operands once and waits for nothing on the host; and
             `"reference"` everywhere else.
 

@@ -3,6 +3,7 @@
 Nothing here reads the device from the host. An operand that has gaps or is not aligned is copied.
 """
 
+from functools import cache
 from importlib.metadata import version
 
 import torch
@@ -38,10 +39,16 @@ def why_not_generation(index: int | None, wanted: int) -> str | None:
 
 def why_not_gluon() -> str | None:
     """Say why Gluon kernels cannot be compiled, or return None when they can."""
-    found = version("triton")
+    found = _triton_version()
     if tuple(int(part) for part in found.split(".")[:2]) >= (3, 6):
         return None
     return f"it needs triton 3.6 or newer, this is {found}"
+
+
+@cache
+def _triton_version() -> str:
+    # Read from a file, which would take longer than a small product.
+    return version("triton")
 
 
 # As with `why_no_kernel`: a constant of a compiled graph.

@@ -12,6 +12,8 @@ for the other; and within a group the product of the second half of a step runs 
 first is added. Triton's language has no way to say this, its Gluon dialect has.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -90,8 +92,7 @@ def coarse_product(
 
 def _describe(codes: Tensor) -> TensorDescriptor:
     """Describe a packed matrix of codes by tiles of 128 x 128."""
-    layout = gl.NVMMASharedLayout.get_default_for([ROWS, 128], _DTYPES[codes.dtype])
-    return TensorDescriptor.from_tensor(codes, [ROWS, 128], layout)
+    return TensorDescriptor.from_tensor(codes, [ROWS, 128], _layout((ROWS, 128), codes.dtype))
 
 
 def _describe_rows(y: Tensor) -> TensorDescriptor:
@@ -101,9 +102,14 @@ def _describe_rows(y: Tensor) -> TensorDescriptor:
     """
     stride = y.shape[1]
     block = [1, 1, ROWS // 2, 128]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[y.dtype])
     shape = [UNBOUNDED, UNBOUNDED, MAX_ROWS, stride]
-    return TensorDescriptor(y, shape, [2**34 - stride, stride, stride, 1], block, layout)
+    strides = [2**34 - stride, stride, stride, 1]
+    return TensorDescriptor(y, shape, strides, block, _layout(tuple(block), y.dtype))
+
+
+@cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
 
 
 @gluon.jit
