@@ -94,7 +94,7 @@ def _options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         help=f"default {DEFAULT_PRECISIONS}; {known}",
     )
     parser.add_argument("--seeds", type=_seeds, default="0,1,2", help="default 0,1,2")
-    parser.add_argument("--steps", type=int, help="of every run; default: toy 1000, mid 1200")
+    parser.add_argument("--steps", type=int, help="of every run; default: 1000")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--workers", type=int, default=2, help="runs side by side; default 2")
     parser.add_argument("--out", type=Path, help="folder of the report; default: reports/")
