@@ -21,12 +21,14 @@ from olmo_routing import Router, SelectionBias
 from torch import nn
 
 from olmo_trainer.config import (
+    DropsRerun,
     ExpertsRecompute,
     MuonConfig,
     SkipGuard,
     TrainerConfig,
 )
 from olmo_trainer.dispatcher import build_dispatcher, live_dispatches
+from olmo_trainer.growing_dispatcher import GrowingDispatcher
 from olmo_trainer.growing_executor import GrowingExecutor
 from olmo_trainer.guard import Guard
 from olmo_trainer.mesh import Mesh
@@ -38,6 +40,7 @@ from olmo_trainer.model.initialize import initialize
 from olmo_trainer.model.moe import MoE
 from olmo_trainer.model.transformer import Transformer
 from olmo_trainer.pipeline_schedule import build_schedule, split_rules
+from olmo_trainer.rerun import StepRerun
 from olmo_trainer.sizes import stage_layers
 from olmo_trainer.stage import Stage
 from olmo_trainer.statistics import StepStatistics
@@ -62,6 +65,7 @@ class Assembly:
     reducer: GradientReducer
     optimizer: Optimizer
     guard: Guard | None
+    rerun: StepRerun | None
     executor: GrowingExecutor
     dispatcher: Dispatcher
 
@@ -230,6 +234,13 @@ def build_optimizer(
     )
 
 
+def _build_rerun(config: TrainerConfig, dispatcher: Dispatcher) -> StepRerun | None:
+    if not isinstance(config.rerun, DropsRerun):
+        return None
+    assert isinstance(dispatcher, GrowingDispatcher), "the configuration was checked: it has room"
+    return StepRerun(config.rerun, dispatcher)
+
+
 def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
     """Build this rank's parts. Collective: every rank of the mesh calls it.
 
@@ -288,6 +299,7 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
         reducer=GradientReducer(named, groups),
         optimizer=optimizer,
         guard=Guard(config.guard, mesh) if isinstance(config.guard, SkipGuard) else None,
+        rerun=_build_rerun(config, dispatcher),
         executor=GrowingExecutor(
             lambda count: PipelineExecutor(
                 build_schedule(config.layout, count),

@@ -255,11 +255,12 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     from olmo_trainer.checkpoint import SaveError
     from olmo_trainer.loop import train
+    from olmo_trainer.rerun import DroppedError
     from olmo_trainer.step import NonFiniteError
 
     try:
         outcome = train(config, resume=resume, goes_on=options.goes_on, console=console)
-    except (NonFiniteError, SaveError) as error:
+    except (NonFiniteError, DroppedError, SaveError) as error:
         _explain(error)
         return 1
     if outcome is None:

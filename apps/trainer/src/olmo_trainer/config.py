@@ -40,6 +40,9 @@ from olmo_trainer.config_recompute import BlocksRecompute as BlocksRecompute
 from olmo_trainer.config_recompute import ExpertsRecompute as ExpertsRecompute
 from olmo_trainer.config_recompute import NoRecompute as NoRecompute
 from olmo_trainer.config_recompute import RecomputeConfig as RecomputeConfig
+from olmo_trainer.config_rerun import DropsRerun as DropsRerun
+from olmo_trainer.config_rerun import NoRerun as NoRerun
+from olmo_trainer.config_rerun import RerunConfig as RerunConfig
 from olmo_trainer.config_schedule import CosineSchedule as CosineSchedule
 from olmo_trainer.config_schedule import LinearSchedule as LinearSchedule
 from olmo_trainer.config_schedule import ScheduleConfig as ScheduleConfig
@@ -303,6 +306,7 @@ class TrainerConfig(Config):
     optimizer: OptimizerConfig = AdamWConfig()
     schedule: ScheduleConfig = CosineSchedule()
     guard: GuardConfig = StopGuard()
+    rerun: RerunConfig = NoRerun()
     layout: LayoutConfig = LayoutConfig()
     run: RunConfig = RunConfig()
 
@@ -328,6 +332,8 @@ class TrainerConfig(Config):
             self._saved_fits()
         if layout.dispatcher.kind == "deepep":
             self._deepep_fits()
+        if isinstance(self.rerun, DropsRerun):
+            self._rerun_fits(self.rerun)
         return self
 
     def _context_fits(self) -> None:
@@ -389,6 +395,21 @@ class TrainerConfig(Config):
             raise ValueError(
                 "layout.dispatcher 'deepep' moves BF16 between GPUs, got precision.parameters = "
                 f"{self.precision.parameters!r} and device = {self.device!r}; use 'all_to_all'"
+            )
+
+    def _rerun_fits(self, rerun: DropsRerun) -> None:
+        chosen = self.layout.dispatcher
+        first = chosen.capacity_factor if isinstance(chosen, RowwiseDispatcher) else None
+        if first is None:
+            raise ValueError(
+                "rerun.kind = 'drops' needs layout.dispatcher.kind = 'rowwise' with a "
+                f"capacity_factor, got kind = {chosen.kind!r} without one, which drops nothing; "
+                "set layout.dispatcher.capacity_factor, or rerun.kind = 'none'"
+            )
+        if rerun.most_capacity_factor is not None and rerun.most_capacity_factor <= first:
+            raise ValueError(
+                f"rerun.most_capacity_factor ({rerun.most_capacity_factor}) must be above "
+                f"layout.dispatcher.capacity_factor ({first}), from where buffers grow"
             )
 
     def _mxfp8_fits(self) -> None:

@@ -84,6 +84,8 @@ def train(
     Raises:
         ValueError: Data or checkpoint do not fit the configuration; before any process group.
         NonFiniteError: A gradient or the held-out loss is not finite. The last checkpoint stands.
+        DroppedError: A step drops too many routes and is not to be taken, or there is no room for
+            larger buffers. The last checkpoint stands.
     """
     require_trackers(config.run.trackers)
     device = pick_device(config)
@@ -268,6 +270,8 @@ class _Run:
         updated = update(assembly, step, rate)
         if updated.skips.reasons:
             progress.say(f"step {step} is left out: {', '.join(updated.skips.reasons)}")
+        if words := updated.reruns.describe():
+            progress.say(f"step {step} {words}")
         totals = assembly.statistics.totals()
         layers = assembly.statistics.layers(num_ranks=mesh.num_expert)
         phases = self.clock.end()
@@ -295,6 +299,9 @@ class _Run:
             dropped=totals.dropped,
             skipped=int(bool(updated.skips.reasons)),
             num_skipped=updated.skips.total,
+            reruns=updated.reruns.times,
+            capacity_factor=updated.reruns.capacity_factor,
+            over_capacity=int(updated.reruns.over_limit),
             balance={
                 name: [layer.report[name] for layer in layers]
                 for name in (layers[0].report if layers else ())

@@ -127,6 +127,14 @@ class StepStatistics:
         """The mean cross entropy of the global batch, 0-d float64, after the reduction."""
         return self._totals[0]
 
+    def dropped_part(self) -> float:
+        """Return the part of all requested routes that found no room; reads the device.
+
+        The same on every rank after the reduction over the world: both are exact counts.
+        """
+        dropped, requested = torch.stack((self._totals[5], self._counts_LE.sum())).tolist()
+        return dropped / max(requested, 1.0)
+
     def counts(self, layer: int) -> torch.Tensor:
         """Return `counts_E` (int64) of a layer."""
         return self._counts_LE[layer - self.moe_layers.start].round().to(torch.int64)

@@ -3,6 +3,7 @@
     counts of the global batch -> executor (all microbatches) -> statistics and gradients reduced
     -> one norm, one clip factor, one verdict of the guard -> selection biases -> optimizer
 
+A step that drops too many routes runs its first half again (`rerun.py`).
 The halves are separate because `verify` looks at the gradients between them.
 """
 
@@ -17,6 +18,7 @@ from olmo_trainer.build import Assembly
 from olmo_trainer.config import SkipGuard
 from olmo_trainer.data import Batch
 from olmo_trainer.guard import Skips
+from olmo_trainer.rerun import Reruns
 from olmo_trainer.stage import Microbatch
 
 
@@ -30,6 +32,7 @@ class Update:
 
     norm: float  # of the gradient, before clipping
     skips: Skips
+    reruns: Reruns
 
 
 def count_tokens(assembly: Assembly, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,7 +58,8 @@ def accumulate_gradients(
 ) -> None:
     """Run this rank's microbatches; leave the reduced gradients in `main_grad`.
 
-    The statistics are reduced over the world too.
+    The statistics are reduced over the world too. What drops too many routes is run again, from
+    nothing: see `StepRerun`.
 
     Args:
         assembly: This rank's parts.
@@ -64,25 +68,35 @@ def accumulate_gradients(
         stop: This rank asks all ranks to stop after the step.
         save_failed: This rank knows that the save in the background came to nothing.
         enter: Is told each phase that begins (`phases.py`).
+
+    Raises:
+        DroppedError: There is no room for the larger buffers of a rerun.
     """
-    assembly.statistics.zero()
-    if stop:
-        assembly.statistics.request_stop()
-    if save_failed:
-        assembly.statistics.report_failed_save()
-    assembly.reducer.zero()
     enter("wait")
     loss_tokens, real_tokens = count_tokens(assembly, batches)
     # A global batch without one target has loss 0, not 0 / 0.
     loss_tokens, real_tokens = loss_tokens.clamp_min(1.0), real_tokens.clamp_min(1.0)
     microbatches = [Microbatch(batch, loss_tokens, real_tokens, loss_scale) for batch in batches]
     width = assembly.config.model.d_model
-    assembly.executor.run(
-        microbatches, activation_shape=lambda each: (*each.batch.tokens_BS.shape, width)
-    )
-    enter("reduce")
-    assembly.reducer.reduce()
-    assembly.mesh.sum_over_world(assembly.statistics.vector)
+
+    def run() -> None:
+        assembly.statistics.zero()
+        if stop:
+            assembly.statistics.request_stop()
+        if save_failed:
+            assembly.statistics.report_failed_save()
+        assembly.reducer.zero()
+        assembly.executor.run(
+            microbatches, activation_shape=lambda each: (*each.batch.tokens_BS.shape, width)
+        )
+        enter("reduce")
+        assembly.reducer.reduce()
+        assembly.mesh.sum_over_world(assembly.statistics.vector)
+
+    if assembly.rerun is None:
+        run()
+    else:
+        assembly.rerun.repeat(run, assembly.statistics)
 
 
 def gradient_norm(assembly: Assembly) -> torch.Tensor:
@@ -112,7 +126,10 @@ def update(assembly: Assembly, step: int, rate: float) -> Update:
     Raises:
         NonFiniteError: On every rank alike: the gradient is not finite and there is no guard to
             skip the step, or the guard has lost its patience. Nothing of this step is changed.
+        DroppedError: On every rank alike: the step drops too many routes. Nothing is changed.
     """
+    if assembly.rerun is not None:
+        assembly.rerun.require_room(step)
     config, guard, skip = assembly.config, assembly.guard, None
     norm = gradient_norm(assembly)
     if guard is not None:
@@ -133,7 +150,8 @@ def update(assembly: Assembly, step: int, rate: float) -> Update:
             f"{', '.join(skips.reasons)}; nothing was updated since. Lower optimizer.learning_rate "
             "or look at the data, and resume."
         )
-    return Update(float(norm), skips)
+    reruns = Reruns() if assembly.rerun is None else assembly.rerun.report()
+    return Update(float(norm), skips, reruns)
 
 
 def heldout_loss(assembly: Assembly, batches: Sequence[Batch]) -> tuple[float, int]:

@@ -217,6 +217,7 @@ def case_config(config: TrainerConfig, case: Case) -> TrainerConfig:
         **sizes._asdict(), schedule=schedule, dispatcher=dispatcher
     ).model_dump(mode="json")
     tree["batch"]["accumulation"] = case.accumulation
+    tree["rerun"] = {"kind": "none"}  # without a capacity nothing is dropped
     return parse_config(tree).for_world(sizes.world)
 
 

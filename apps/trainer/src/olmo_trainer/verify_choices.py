@@ -9,7 +9,7 @@ An optimizer is judged by its update, beside its own in one process.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from olmo_trainer.config import LayoutConfig, NoRecompute, PrecisionConfig, TrainerConfig
+from olmo_trainer.config import LayoutConfig, NoRecompute, NoRerun, PrecisionConfig, TrainerConfig
 from olmo_trainer.data import Batch
 from olmo_trainer.local_ranks import run_local_ranks
 from olmo_trainer.open_data import open_data
@@ -91,6 +91,15 @@ def _choices() -> tuple[Choice, ...]:
     split = ("recompute.kind=blocks", "layout.schedule.kind=zero_bubble_v")
     both = ("recompute.kind=blocks", "layout.dispatcher.kind=rowwise")
     made += [
+        # From too little room for any expert: only reruns give all routes theirs.
+        Choice(
+            "rerun of drops",
+            (
+                *("layout.dispatcher.kind=rowwise", "layout.dispatcher.capacity_factor=0.02"),
+                *("rerun.kind=drops", "rerun.growth=4"),
+            ),
+            EXPERTS,
+        ),
         Choice("recompute experts", ("recompute.kind=experts",), EXPERTS),
         Choice("recompute blocks, split backward", split, STAGES),
         Choice("recompute blocks, rowwise", both, EXPERTS),
@@ -131,6 +140,7 @@ def verify_choices(
             "precision": PrecisionConfig(parameters="fp32"),
             "recompute": NoRecompute(),
             "layout": LayoutConfig(),
+            "rerun": NoRerun(),
         }
     )
     fitting, unfit = [], {}
