@@ -225,6 +225,7 @@ def build_optimizer(
             embeddings="embedding" in chosen.decay, routers="routers" in chosen.decay
         ),
         moment_dtype=DTYPES[chosen.moments],
+        impl=chosen.impl,
         locations={
             name: Location((config.model.moe.num_experts, *parameter.shape[1:]), first_expert)
             for name, parameter in named
@@ -296,7 +297,7 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
         stages=stages,
         statistics=statistics,
         replica_groups=groups,
-        reducer=GradientReducer(named, groups),
+        reducer=GradientReducer(named, groups, impl=config.optimizer.impl),
         optimizer=optimizer,
         guard=Guard(config.guard, mesh) if isinstance(config.guard, SkipGuard) else None,
         rerun=_build_rerun(config, dispatcher),

@@ -13,6 +13,16 @@ from pydantic import Field, model_validator
 from olmo_trainer.config_batch import BatchConfig as BatchConfig
 from olmo_trainer.config_batch import LinearBatchWarmup as LinearBatchWarmup
 from olmo_trainer.config_batch import NoBatchWarmup as NoBatchWarmup
+from olmo_trainer.config_data import DataConfig as DataConfig
+from olmo_trainer.config_data import IngredientConfig as IngredientConfig
+from olmo_trainer.config_data import MixtureSource as MixtureSource
+from olmo_trainer.config_data import NoFilter as NoFilter
+from olmo_trainer.config_data import PlainSourceConfig as PlainSourceConfig
+from olmo_trainer.config_data import RepeatsFilter as RepeatsFilter
+from olmo_trainer.config_data import SourceConfig as SourceConfig
+from olmo_trainer.config_data import StandardLibrarySource as StandardLibrarySource
+from olmo_trainer.config_data import TextFolderSource as TextFolderSource
+from olmo_trainer.config_data import TokenFilesSource as TokenFilesSource
 from olmo_trainer.config_dispatcher import AllToAllDispatcher as AllToAllDispatcher
 from olmo_trainer.config_dispatcher import AutoDispatcher as AutoDispatcher
 from olmo_trainer.config_dispatcher import DeepEPDispatcher as DeepEPDispatcher
@@ -148,98 +158,6 @@ class ModelConfig(Config):
         return range(min(self.num_dense_layers, self.num_layers), self.num_layers)
 
 
-class StandardLibrarySource(Config):
-    """The text of the Python standard library that came with the interpreter."""
-
-    kind: Literal["standard_library"] = "standard_library"
-
-
-class TextFolderSource(Config):
-    """A folder of the user's own text files, a document each."""
-
-    kind: Literal["text_folder"] = "text_folder"
-    path: str = Field(min_length=1)
-    pattern: str = Field(default="*.txt", min_length=1)
-
-
-class TokenFilesSource(Config):
-    """Token files: folders that `prepare` wrote, or OLMo-core's memory maps."""
-
-    kind: Literal["token_files"] = "token_files"
-    paths: Annotated[tuple[str, ...], SplitWords] = Field(
-        min_length=1, description="files, folders or patterns"
-    )
-    dtype: Literal["auto", "uint16", "uint32"] = Field(
-        default="auto", description="auto = what the manifest or the header says"
-    )
-    end_of_document: int | None = Field(
-        default=None, ge=0, description="id that ends a document; none = what the manifest says"
-    )
-    check: Literal["all", "sampled"] = Field(
-        default="all", description="how much of files without a manifest is read before training"
-    )
-
-
-PlainSourceConfig = Annotated[
-    StandardLibrarySource | TextFolderSource | TokenFilesSource, Field(discriminator="kind")
-]
-
-
-class IngredientConfig(Config):
-    """A source of a mixture."""
-
-    source: PlainSourceConfig
-    weight: float = Field(default=1.0, gt=0, description="relative to the other sources'")
-    max_passes: float | None = Field(
-        default=None, gt=0, description="most times it is read; none = data.max_passes"
-    )
-
-
-class MixtureSource(Config):
-    """Several sources, by name, each with a weight."""
-
-    kind: Literal["mixture"] = "mixture"
-    sources: dict[Annotated[str, Field(min_length=1)], IngredientConfig] = Field(min_length=1)
-
-
-SourceConfig = Annotated[
-    StandardLibrarySource | TextFolderSource | TokenFilesSource | MixtureSource,
-    Field(discriminator="kind"),
-]
-
-
-class NoFilter(Config):
-    """Train on every sequence."""
-
-    kind: Literal["none"] = "none"
-
-
-class RepeatsFilter(Config):
-    """Leave out sequences in which a short pattern stands many times in a row."""
-
-    kind: Literal["repeats"] = "repeats"
-    max_period: int = Field(default=13, ge=1, description="longest pattern, in tokens")
-    max_count: int = Field(default=32, ge=2, description="times in a row that are too many")
-
-
-FilterConfig = Annotated[NoFilter | RepeatsFilter, Field(discriminator="kind")]
-
-
-class DataConfig(Config):
-    """Which text, and how it is held out and packed."""
-
-    source: SourceConfig = StandardLibrarySource()
-    max_passes: float | None = Field(
-        default=None, gt=0, description="most times any text is read; none = without end"
-    )
-    attend: Literal["sequence", "document"] = Field(
-        default="sequence", description="document = no token sees another document's"
-    )
-    filter: FilterConfig = NoFilter()
-    sequence_length: int = Field(default=256, ge=2)
-    heldout_fraction: float = Field(default=0.05, gt=0, lt=1)
-
-
 class LossConfig(Config):
     """What is optimised beside the cross entropy, but for the routers' losses (`model.moe`)."""
 
@@ -332,6 +250,11 @@ class TrainerConfig(Config):
             self._saved_fits()
         if layout.dispatcher.kind == "deepep":
             self._deepep_fits()
+        if self.optimizer.impl == "triton" and self.device == "cpu":
+            raise ValueError(
+                "optimizer.impl = 'triton' runs kernels on GPUs, got device = 'cpu'; use "
+                "optimizer.impl = 'auto' or 'reference'"
+            )
         if isinstance(self.rerun, DropsRerun):
             self._rerun_fits(self.rerun)
         return self

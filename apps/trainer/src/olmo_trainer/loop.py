@@ -31,7 +31,7 @@ from olmo_trainer.config import TrainerConfig
 from olmo_trainer.data import Batch, ByteTokenizer, TrainData
 from olmo_trainer.device_peaks import peak_flops
 from olmo_trainer.dispatcher import check_installed
-from olmo_trainer.launch import launched, pick_device
+from olmo_trainer.launch import check_kernels, launched, pick_device
 from olmo_trainer.learning_rate import learning_rate
 from olmo_trainer.memory import measure_memory
 from olmo_trainer.mesh import Mesh
@@ -89,6 +89,7 @@ def train(
     """
     require_trackers(config.run.trackers)
     device = pick_device(config)
+    check_kernels(config, device)
     check_installed(config)
     data = open_data(config)
     config = end_with_data(config, data)

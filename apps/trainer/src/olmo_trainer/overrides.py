@@ -93,7 +93,11 @@ def _unknown(key: str, tree: dict[str, Any]) -> ConfigError:
     known = [name for name, _ in _leaves(tree) if name != key]
     parent, _, leaf = key.rpartition(".")
     near = [name for name in known if name.rpartition(".")[2] == leaf]
-    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    # Of a long path the last word decides nothing: it must be near of its own.
+    alike = set(difflib.get_close_matches(leaf, {name.rpartition(".")[2] for name in known}, n=99))
+    near = near or difflib.get_close_matches(
+        key, [name for name in known if name.rpartition(".")[2] in alike], n=1, cutoff=0.8
+    )
     node = _find(tree, key)
     where = f" for kind = {node['kind']!r}" if isinstance(node, dict) and "kind" in node else ""
     hint = ""

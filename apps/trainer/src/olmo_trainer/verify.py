@@ -201,6 +201,7 @@ def check_config(config: TrainerConfig) -> TrainerConfig:
             "precision": config.precision.model_copy(update={"parameters": "fp32"}),
             "data": config.data.model_copy(update={"sequence_length": length}),
             "batch": BatchConfig(sequences=SEQUENCES, accumulation=1),
+            "optimizer": config.optimizer.model_copy(update={"impl": "auto"}),
         }
     )
 
