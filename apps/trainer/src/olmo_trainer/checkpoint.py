@@ -25,6 +25,8 @@ from olmo_trainer.checkpoint_manifest import (
     CheckpointError,
     Manifest,
     checkpoint_path,
+    checkpoints_of,
+    is_whole,
     write_manifest,
 )
 from olmo_trainer.checkpoint_storage import TensorReader, TensorWriter
@@ -181,9 +183,22 @@ def _read(state: dict[str, Any], manifest: Manifest, *, alone: bool) -> None:
             dcp.load(state, storage_reader=TensorReader(manifest.path), no_dist=alone)
     except CheckpointException as error:
         raise CheckpointError(
-            f"{manifest.path}: damaged: its tensors cannot be read ({_reasons(error)}); use an "
-            "older checkpoint"
+            f"{manifest.path}: damaged: its tensors cannot be read ({_reasons(error)}); "
+            f"{_older(manifest)}"
         ) from error
+
+
+def _older(manifest: Manifest) -> str:
+    """Return what to do without this checkpoint."""
+    run = manifest.run
+    for step, path in [] if run is None else checkpoints_of(run):
+        if step < manifest.step and is_whole(path):
+            return (
+                f"use an older checkpoint: {path}, in a run of its own with --set "
+                f"run.folder=ANOTHER, or go on here with --continue --set run.folder={run}, which "
+                "takes the newest that is as it was written"
+            )
+    return "use an older checkpoint; there is none beside it"
 
 
 def _reasons(error: CheckpointException) -> str:

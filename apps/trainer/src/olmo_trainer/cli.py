@@ -116,8 +116,8 @@ def _parser() -> argparse.ArgumentParser:
         "--continue",
         action="store_true",
         dest="goes_on",
-        help="go on with the newest checkpoint of run.folder, or start when there is none: the "
-        "same command again after a crash",
+        help="go on with the newest checkpoint of run.folder that is as it was written, or start "
+        "when there is none: the same command again after a crash",
     )
     train.add_argument(
         "--dry-run", action="store_true", help="print config, parameters and bytes; train nothing"

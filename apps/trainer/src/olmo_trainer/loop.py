@@ -27,6 +27,7 @@ from olmo_trainer.checkpoint_manifest import (
     discard_leftovers,
 )
 from olmo_trainer.checkpoint_saver import CheckpointSaver
+from olmo_trainer.checkpoint_soundness import newest_sound
 from olmo_trainer.config import TrainerConfig
 from olmo_trainer.data import Batch, ByteTokenizer, TrainData
 from olmo_trainer.device_peaks import peak_flops
@@ -75,14 +76,17 @@ def train(
     Args:
         config: The run.
         resume: A checkpoint to continue from.
-        goes_on: Whether a folder with a run that has saved nothing may be started in again.
+        goes_on: The same command goes on with the run again and again: `resume` is the newest
+            checkpoint and gives way to an older one if its bytes are not as they were written; a
+            folder with a run that has saved nothing may be started in again.
         console: Where the main rank prints.
 
     Returns:
         `None` when `resume` is already at the last step: nothing is done.
 
     Raises:
-        ValueError: Data or checkpoint do not fit the configuration; before any process group.
+        ValueError: Data or checkpoint do not fit the configuration; before any process group, but
+            for an older checkpoint.
         NonFiniteError: A gradient or the held-out loss is not finite. The last checkpoint stands.
         DroppedError: A step drops too many routes and is not to be taken, or there is no room for
             larger buffers. The last checkpoint stands.
@@ -111,6 +115,14 @@ def train(
         mesh.barrier()
         if resume is not None and resume.path.suffix == ".replaced":  # has its name again
             resume = replace(resume, path=resume.path.with_suffix(""))
+        if resume is not None and goes_on:
+            resume = newest_sound(
+                mesh,
+                resume,
+                say=lambda text: console.print(text, soft_wrap=True) if mesh.is_main else None,
+            )
+            check_same_model(resume, config.model)
+            check_same_data(resume, data.fingerprint)
         run = _Run(config, mesh, data, folder, console)
         outcome = run.train(resume)
         run.assembly.close()
