@@ -22,7 +22,7 @@ from olmo_trainer.statistics import LayerBalance, StepTotals
 from olmo_trainer.step import Update, accumulate_gradients, update
 from rich.console import Console
 
-LENGTH, STEPS = 32, 4
+LENGTH, STEPS = 32, 3
 SHARED = (
     *("layout.expert=2", "layout.dispatcher.kind=rowwise", f"data.sequence_length={LENGTH}"),
     *("batch.sequences=8", "batch.accumulation=2"),
@@ -50,8 +50,8 @@ def _assemble(world: int, *settings: str) -> Assembly:
     return assemble(config, create_mesh(config.layout, torch.device("cpu")))
 
 
-def _batches(rank: int, step: int) -> list[Batch]:
-    draw = torch.Generator().manual_seed(100 * rank + step)
+def _batches(data_rank: int, step: int) -> list[Batch]:
+    draw = torch.Generator().manual_seed(100 * data_rank + step)
     tokens = torch.randint(0, 257, (4, LENGTH + 1), generator=draw)
     mask = torch.ones(2, LENGTH, dtype=torch.bool)
     return [
@@ -77,7 +77,7 @@ def _steps(
         if step == crowd_at:
             for bias in assembly.selection_biases.values():
                 bias.bias_E.copy_(TO_THE_FIRST_RANK)
-        accumulate_gradients(assembly, _batches(rank, step))
+        accumulate_gradients(assembly, _batches(assembly.mesh.data, step))
         done = update(assembly, step, 1e-2)
         taken.append(
             Taken(
@@ -108,22 +108,21 @@ def _without_drops(rank: int, world: int, *settings: str) -> list[tuple[int, flo
     room = "layout.dispatcher.capacity_factor"
     grown = _steps(rank, _assemble(world, *settings, *DROPS, f"{room}=1.1"))
     last = grown[-1].update.reruns.capacity_factor
-    _require_same(grown, _steps(rank, _assemble(world, *settings, f"{room}={last}")))
-    worst = _steps(rank, _assemble(world, *settings))
-    _require_same(grown, worst)
-    assert worst[-1].update.reruns.capacity_factor is None
+    with_room = _steps(rank, _assemble(world, *settings, f"{room}={last}"))
+    _require_same(grown, with_room)
+    assert with_room[-1].update.reruns.capacity_factor is None
     assert all(each.totals.dropped == 0 for each in grown)
     assert all(not each.update.reruns.over_limit for each in grown)
     return [(each.update.reruns.times, each.update.reruns.capacity_factor) for each in grown]
 
 
-@pytest.mark.parametrize("settings", [(), ("recompute.kind=blocks",), ("optimizer.kind=muon",)])
+@pytest.mark.parametrize("settings", [(), ("recompute.kind=blocks",)])
 def test_a_run_with_reruns_is_bitwise_the_run_that_had_the_room(processes, settings):
     answers = processes.run(_without_drops, *settings, world=2)
     assert answers[0] == answers[1]  # every rank runs again, or none
     times, factors = zip(*answers[0], strict=True)
     assert times[1] >= 1
-    assert times[2:] == (0, 0)  # the larger buffers stay
+    assert times[2] == 0  # the larger buffers stay
     assert factors[-1] == 2.0  # the worst case, where growth ends
 
 
@@ -197,7 +196,7 @@ def _buffers_go(rank: int, world: int) -> None:
 
     grown._make = make
     grown.resize(0.55)
-    accumulate_gradients(assembly, _batches(rank, 1))
+    accumulate_gradients(assembly, _batches(assembly.mesh.data, 1))
     assert grown.factor > 0.55
 
 
