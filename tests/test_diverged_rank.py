@@ -11,7 +11,7 @@ from olmo_trainer.config import LayoutConfig, SkipGuard, StopGuard
 from olmo_trainer.data import Batch
 from olmo_trainer.mesh import create_mesh
 from olmo_trainer.recipes import nano
-from olmo_trainer.step import NonFiniteError, accumulate_gradients, update
+from olmo_trainer.step import NonFiniteError, accumulate_gradients, check_update, update
 
 
 def _snapshot(assembly: Any) -> dict[str, torch.Tensor]:
@@ -40,7 +40,8 @@ def _step(rank: int, world: int, layout: tuple[int, int, int], poison: float, sk
         gradients = dict(assembly.parameters)
         gradients["layers.3.feed_forward.experts.w_down_EDH"].main_grad[0, 0, 0] += poison
     try:
-        skipped = update(assembly, 1, 1e-3).skips
+        updated = update(assembly, 1, 1e-3)
+        skipped = check_update(assembly, 1, float(updated.norm), updated.verdict.tolist())
         answer = f"skipped {skipped.total}: {skipped.reasons}" if skipped.reasons else "updated"
     except NonFiniteError as error:
         answer = str(error)

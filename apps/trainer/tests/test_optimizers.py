@@ -229,6 +229,10 @@ def test_verify_takes_what_runs_on_a_cpu():
             ["optimizer.moments=bf16", "optimizer.beta2=0.999"],
             r"beta2 \(0.999\) must be at most 0.99609375 with moments = 'bf16'",
         ),
+        (
+            ["optimizer.kind=muon", "optimizer.moments=bf16", "optimizer.momentum=0.999"],
+            r"momentum \(0.999\) must be at most 0.99609375 with moments = 'bf16'",
+        ),
     ],
 )
 def test_a_wrong_option_is_named(settings, message):

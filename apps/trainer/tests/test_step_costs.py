@@ -31,7 +31,7 @@ def test_the_clock_gives_each_phase_its_time_and_beats():
     clock.enter("reduce")
     time.sleep(0.01)
     clock.enter("step")
-    seconds = clock.end()
+    seconds = clock.end().seconds()
     assert list(seconds) == list(PHASES)
     assert seconds["data"] >= 0.02
     assert seconds["backward"] >= 0.06
@@ -41,7 +41,7 @@ def test_the_clock_gives_each_phase_its_time_and_beats():
     expected = ["data", "wait", *2 * ["forward", "backward"], "reduce", "step"]
     assert beats == [*((4, each) for each in expected), (4, "evaluate"), (4, "evaluate")]
     clock.begin(5)
-    assert clock.end()["backward"] == 0
+    assert clock.end().seconds()["backward"] == 0
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,16 @@
-"""The AdamW step with a BF16 copy out, and adding a BF16 gradient to FP32, beside plain copies."""
+"""The AdamW step with a BF16 copy out, the norm, and adding a BF16 gradient to FP32."""
 
 from collections.abc import Callable, Iterator
 
 import torch
 from cells import Cell, Settings
-from olmo_distopt import GradientReducer, ReplicaGroups, ShardedAdamW
+from olmo_distopt import (
+    GradientReducer,
+    ReplicaGroups,
+    ShardedAdamW,
+    clip_grad_norm,
+    global_grad_norm,
+)
 from olmo_distopt._impl import Impl
 from timing import interleave
 from torch import nn
@@ -31,6 +37,7 @@ def measure(settings: Settings) -> Iterator[Cell]:
     del updates
     count, size = (20, 256) if settings.dry else (2000, 4096)
     yield _small(count, size, settings)
+    yield _norm(count, size, settings)
     yield _accumulate(numel, settings)
 
 
@@ -129,6 +136,29 @@ def _small(count: int, numel: int, settings: Settings) -> Cell:
         what=f"AdamW step of {count} tensors of {numel} parameters and their BF16 copies",
         samples=interleave(calls, settings.rounds),
         num_bytes=ADAMW_BYTES * count * numel,
+    )
+
+
+def _norm(count: int, numel: int, settings: Settings) -> Cell:
+    """The norm of as many gradients, and clipping by it: again launches count."""
+    weights = _tensors(count, numel, settings.device)
+    named = [(f"w{i}", weight) for i, weight in enumerate(weights)]
+    grads = [vars(weight)["main_grad"] for weight in weights]
+    calls: dict[str, Callable[[], object]] = {
+        "ours, in float64": lambda: global_grad_norm(named, ALONE),
+        "torch get_total_norm": lambda: torch.nn.utils.get_total_norm(grads),
+        "ours, norm and clipping": lambda: clip_grad_norm(named, ALONE, 1e9),
+    }
+    norms = {name: float(call()) for name, call in calls.items()}  # pyright: ignore[reportArgumentType] # each returns a 0-d tensor
+    want = (count * numel) ** 0.5
+    for name, norm in norms.items():
+        if not abs(norm / want - 1) < 1e-5:
+            raise RuntimeError(f"{name} gives {norm}, not {want}")
+    return Cell(
+        topic="update",
+        what=f"norm of {count} gradients of {numel} elements",
+        samples=interleave(calls, settings.rounds),
+        num_bytes=4 * count * numel,
     )
 
 

@@ -314,8 +314,8 @@ def test_a_refused_step_changes_nothing(alone):
     with pytest.raises(ValueError, match=r"`lr` must be in \[0, inf\), got nan"):
         optimizer.step(lr=math.nan)
     for options, message in [
-        ({"skip": torch.tensor(1)}, r"`skip` must be 0-d and bool, got \(\) and torch.int64"),
-        ({"skip": torch.tensor([True])}, r"`skip` must be 0-d and bool, got \(1,\)"),
+        ({"skip": torch.tensor(1)}, "`skip` must be bool, got torch.int64"),
+        ({"skip": torch.tensor([True])}, r"`skip` must be 0-d, got shape \(1,\)"),
         ({"grad_scale": torch.ones(2)}, r"`grad_scale` must be 0-d, got shape \(2,\)"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -338,7 +338,7 @@ def test_bad_options(alone):
         ({"moment_dtype": torch.float16}, "must be float32 or bfloat16, got torch.float16"),
         (
             {"moment_dtype": torch.bfloat16, "betas": (0.9, 0.999)},
-            r"at most 1 - 2\^-8 with bfloat16 moments, got \(0.9, 0.999\)",
+            r"at most 1 - 2\^-8 with bfloat16 moments, got 0.999",
         ),
         ({"locations": {"q": Location((2,), 0)}}, r"must name listed parameters, got \['q'\]"),
         ({"locations": {"p0": Location((2, 3), 0)}}, r"`p0` must lie .* \(2, 2\) at row 0"),

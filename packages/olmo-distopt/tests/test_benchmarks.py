@@ -40,6 +40,7 @@ def test_a_dry_run_compares_the_contenders_and_writes_a_report(tmp_path, monkeyp
         assert f"| {contender} |" in text, contender
     assert "optimizer   12." in text
     assert "AdamW step of 20 tensors of 256 parameters" in text
+    assert "norm of 20 gradients of 256 elements" in text
     assert "FAILED" not in text
     assert list(tmp_path.glob("*.json"))
 

@@ -8,7 +8,7 @@ from triton_interpreter import INTERPRETED
 
 
 def test_the_kernels_in_the_interpreter(interpreter):
-    assert interpreter.skipped("test_kernels.py") == []
+    assert interpreter.skipped("test_kernels.py", "test_newton_schulz_kernels.py") == []
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton interprets in this process")

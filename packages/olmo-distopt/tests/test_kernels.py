@@ -243,8 +243,42 @@ def test_a_hundred_small_tensors_are_one_launch_and_one_table(launches):
         optimizer.step()
         reference_.step()
         ((table,),) = (kept.values() for kept in optimizer._adamw._tables.values())
-        tables.append(table.table)
+        tables.append(table.rows)
     assert launches == [100] * 4
     assert [tables[0] is table for table in tables] == [True, True, True, False]
     for (name, mine), (_, other) in zip(named, plain, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_what_has_moved_is_looked_up_again(launches):
+    """Another gradient, of another dtype too, and a model that was cast: never the old address."""
+    named, plain = (_many([64, 65, 4096], [torch.float32]) for _ in range(2))
+    made = {"lr": 0.1, "decay": lambda *_: True}
+    optimizer = ShardedAdamW(named, ALONE, impl="triton", **made)
+    oracle = ShardedAdamW(plain, ALONE, impl="reference", **made)
+
+    def step(change):
+        change()
+        for (_, mine), (_, other) in zip(named, plain, strict=True):
+            other.main_grad = mine.main_grad
+            other.data = other.to(mine.dtype)
+        optimizer.step()
+        oracle.step()
+        for (name, mine), (_, other) in zip(named, plain, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5, msg=name)
+
+    def another_dtype():
+        named[1][1].main_grad = named[1][1].main_grad.double()
+
+    def cast():
+        for _, parameter in named:
+            parameter.data = parameter.to(LOW[0])
+
+    def another_storage():
+        named[0][1].main_grad.set_(_draw(64, 77))
+
+    step(lambda: _set_grads(named, 0))
+    for change in (lambda: None, lambda: _set_grads(named, 1), another_dtype, cast):
+        step(change)
+    step(another_storage)
+    step(lambda: _set_grads(named, 2, skewed=(0, 1, 2)))

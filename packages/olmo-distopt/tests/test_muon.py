@@ -191,6 +191,7 @@ def test_bad_options(alone):
         ({"product_dtype": torch.float16}, "must be bfloat16 or float32, got torch.float16"),
         ({"lr": -1.0}, r"`lr` must be in \[0, inf\), got -1.0"),
         ({"moment_dtype": torch.float16}, "`moment_dtype` must be float32 or bfloat16"),
+        ({"moment_dtype": torch.bfloat16, "momentum": 0.999}, "`momentum` must be at most 1 - 2"),
     ]:
         with pytest.raises(ValueError, match=message):
             ShardedMuon(named, alone, **({"lr": 0.1} | options))

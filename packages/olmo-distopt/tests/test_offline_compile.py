@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from compiled_kernels import assert_fits, compiling_for
+from compiled_kernels import SHARED_BYTES, assert_fits, compiling_for
 
 NUMEL = 4096
 
@@ -18,7 +18,7 @@ NUMEL = 4096
 @pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16])
 def test_adamw_spills_nothing_and_moves_16_bytes_at_a_time(capability, guarded, moment_dtype):
     """Lines that start and end at multiples of 16; of the others one launch and no more is said."""
-    from olmo_distopt._triton.adamw import Line, adamw
+    from olmo_distopt._triton.adamw import Line, adamw, tabulate
 
     number = torch.zeros(())
 
@@ -29,8 +29,8 @@ def test_adamw_spills_nothing_and_moves_16_bytes_at_a_time(capability, guarded, 
 
     with compiling_for(capability) as compiled:
         adamw(
-            [line(NUMEL), line(NUMEL + 1), line(16), line(7)],
-            *({}, number, number, number if guarded else None),
+            tabulate([line(NUMEL), line(NUMEL + 1), line(16), line(7)]),
+            *(number, number, number if guarded else None),
             torch.tensor(False) if guarded else None,
             betas=(0.9, 0.95),
             eps=1e-8,
@@ -58,3 +58,18 @@ def test_accumulate_spills_nothing_and_moves_16_bytes_at_a_time(capability, dtyp
     assert kernel.metadata.shared == 0, "a line goes through shared memory"
     for width in ("ld.global.v4.b32", "st.global.v4.b32"):
         assert width in kernel.asm["ptx"], f"no {width}"
+
+
+def test_newton_schulz_runs_on_hoppers_units_and_spills_nothing():
+    from olmo_distopt._triton.newton_schulz import apply, symmetric_product
+
+    x = torch.zeros(2, 512, 384, dtype=torch.bfloat16)
+    gram = torch.zeros(2, 512, 512, dtype=torch.bfloat16)
+    with compiling_for(90) as compiled:
+        symmetric_product(x)
+        symmetric_product(gram, gram, alpha=2.0, beta=3.0)
+        apply(gram, x, beta=2.0)
+    assert len(compiled) == 3
+    for kernel in compiled:
+        assert_fits(kernel, SHARED_BYTES[90])
+        assert re.search(r"wgmma\.mma_async\S*bf16", kernel.asm["ptx"])

@@ -83,6 +83,7 @@ def _parts(dry: bool, device: torch.device, repeats: int) -> Iterator[tuple[str,
         yield f"thin rows, {shape}", metadata.thin_rows(shape, device, repeats)
         yield f"plan, {shape}", metadata.plan(shape, device, repeats)
     yield "pairs", c.pairs(shapes[-1], device, repeats)
+    yield "grouped product", programs.product_alone(shapes[-1], device, repeats)
     if not dry:
         yield "ceilings", c.ceiling(device, repeats)
         yield "programs", programs.over_the_link(shapes[-1], device, repeats)

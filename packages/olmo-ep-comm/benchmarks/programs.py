@@ -1,18 +1,49 @@
-"""What is measured by the number of programs that share the rows."""
+"""What is measured by the number of programs that share the rows.
 
+Rows move beside the grouped product of the experts, whose multiprocessors they may take.
+"""
+
+import functools
+import math
+import statistics
 from collections.abc import Callable, Iterator
 
 import timing
 import torch
 from cells import Cell, Shape, make_inputs, make_rowwise, rows_away
 from olmo_ep_comm._rowwise import impl
+from torch import Tensor
 
 LINK = (16, 32, 64, 132, 264, 528)
 LOCAL = (264, 528, 1056, 2112)
+# Writes beside a product last this many times as long as the product alone.
+_OUTLAST = 2
+
+
+def grouped_product(shape: Shape, device: torch.device) -> Callable[[], Tensor]:
+    """Return a call of the product of all routes' rows with their experts' weights, bfloat16.
+
+    T * K rows of width D by expert, as uniform routes share them out among E experts, each with a
+    weight (D, D / 2): at a width of 4096 as many operations as the gate of experts of 2048 takes.
+    """
+    _, ids, _ = make_inputs(shape, device, torch.bfloat16)
+    counts_E = torch.bincount(ids.flatten(), minlength=shape.E)
+    offsets_E = counts_E.cumsum(0, dtype=torch.int32)
+    generator = torch.Generator(device).manual_seed(0)
+    size = {"generator": generator, "device": device, "dtype": torch.bfloat16}
+    rows_RD = torch.randn(shape.T * shape.K, shape.D, **size)
+    w_EFD = torch.randn(shape.E, shape.D // 2, shape.D, **size)
+    return lambda: torch.nn.functional.grouped_mm(rows_RD, w_EFD.mT, offs=offsets_E)
+
+
+def product_alone(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
+    """Time the grouped product with nothing beside it."""
+    calls = {"grouped product alone": grouped_product(shape, device)}
+    yield Cell(f"{shape}: alone", timing.interleave(calls, repeats, device), {}, 0)
 
 
 def over_the_link(shape: Shape, device: torch.device, repeats: int) -> Iterator[Cell]:
-    """Time row writes and sums that are fetched, and a matrix product beside the writes."""
+    """Time row writes and sums that are fetched, and a grouped product beside the writes."""
     moves = impl.pick_moves("auto", device)
     dispatcher = make_rowwise(shape, torch.bfloat16)
     inputs = make_inputs(shape, device, torch.bfloat16)
@@ -25,8 +56,9 @@ def over_the_link(shape: Shape, device: torch.device, repeats: int) -> Iterator[
     _, once = rows_away(inputs[1], shape)
     wire = once * shape.D * 2
     side = torch.cuda.Stream()
-    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    alone = timing.interleave({"product alone": lambda: a @ a}, repeats, device)
+    product = grouped_product(shape, device)
+    alone = timing.interleave({"grouped product alone": product}, repeats, device)
+    needed = _OUTLAST * statistics.median(alone["grouped product alone"])
 
     def put() -> None:
         moves.put_rows(buffers.rows, buffers.first_R, words_TW, plan)
@@ -34,9 +66,9 @@ def over_the_link(shape: Shape, device: torch.device, repeats: int) -> Iterator[
     def get() -> None:
         moves.get_sums(buffers.sums, plan, buffers.settings.form)
 
-    def put_beside() -> None:
+    def put_beside(count: int) -> None:
         with torch.cuda.stream(side):
-            for _ in range(8):
+            for _ in range(count):
                 put()
 
     defaults = moves.LINK_PROGRAMS, moves.FETCH_PROGRAMS
@@ -44,8 +76,12 @@ def over_the_link(shape: Shape, device: torch.device, repeats: int) -> Iterator[
         moves.LINK_PROGRAMS = moves.FETCH_PROGRAMS = number
         names = (f"rows, {number} programs", f"sums fetched, {number} programs")
         samples = timing.interleave({names[0]: put, names[1]: get}, repeats, device)
-        beside = {f"product beside {number}": lambda: a @ a}
-        samples |= timing.interleave(beside, repeats, device, before=put_beside)
+        count = math.ceil(needed / statistics.median(samples[names[0]]))
+        samples |= timing.interleave(
+            {f"grouped product beside {count} writes": product},
+            *(repeats, device),
+            before=functools.partial(put_beside, count),
+        )
         torch.cuda.synchronize()
         wires = dict.fromkeys(names, wire)
         yield Cell(f"{shape}: {number} programs", samples | alone, wires, 0)

@@ -17,6 +17,8 @@ def olmo_core() -> Any:
     Its packages import what the kernels do not need (`cached_path`), so their `__init__` is left
     out.
     """
+    if "olmo_core.kernels.mxfp8_utils" in sys.modules:
+        return sys.modules["olmo_core.kernels.mxfp8_utils"]
     spec = importlib.util.find_spec("olmo_core")
     if spec is None or spec.submodule_search_locations is None:
         raise ImportError("ai2-olmo-core is not installed (its wheel alone is enough)")

@@ -1,5 +1,6 @@
 """Times of several contenders taken in turn, and the error between two results."""
 
+import random
 import time
 from collections.abc import Callable
 
@@ -13,9 +14,11 @@ _HEAD_START_CYCLES = 20_000_000  # about 10 ms, behind which launches hide
 
 
 def in_turn(calls: dict[str, Callable[[], object]], settings: Settings) -> dict[str, list[float]]:
-    """Time the calls as a, b, a, b, .. and return each one's milliseconds.
+    """Time the calls in rounds, each in an order of its own, and return each one's milliseconds.
 
-    A device changes its clock over a run; what runs in turn meets the same clock.
+    A device changes its clock over a run, and what runs in turn meets the same clock. It also sets
+    the clock by the power of the last milliseconds: behind a call that moves bytes a product is
+    faster than behind a product, so none may always have the same neighbours.
     """
     if settings.is_dry:
         return {
@@ -31,10 +34,12 @@ def in_turn(calls: dict[str, Callable[[], object]], settings: Settings) -> dict[
 
 def _by_events(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    order, shuffle = list(calls.items()), random.Random(0)
     torch.cuda.synchronize()
     torch.cuda._sleep(_HEAD_START_CYCLES)
     for _ in range(rounds):
-        for name, call in calls.items():
+        shuffle.shuffle(order)
+        for name, call in order:
             pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             pair[0].record()
             call()

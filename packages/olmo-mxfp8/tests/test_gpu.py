@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from olmo_mxfp8 import MXRecipe, MXTensor, dequantize, mx_grouped_mm, quantize
+from olmo_mxfp8 import MXRecipe, MXTensor, dequantize, mx_grouped_mm, quantize, quantize_both
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,6 +21,26 @@ def test_quantize_gives_the_same_bits(element, rule):
     on_gpu = quantize(x.cuda(), element=element, scale_rule=rule)
     assert torch.equal(on_gpu.data.view(torch.uint8).cpu(), t.data.view(torch.uint8))
     assert torch.equal(on_gpu.scales.cpu(), t.scales)
+
+
+@pytest.mark.parametrize("rule", ["rceil", "floor"])
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("width", [32, 288, 4096])
+def test_every_bfloat16_in_every_block(width, element, rule):
+    """Each value beside larger ones of any size: what is scaled in bfloat16 must lose nothing."""
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16).repeat_interleave(width // 32)
+    x = bits[torch.randperm(bits.numel())].view(torch.bfloat16).view(-1, width)
+    x = torch.where(x.isfinite() | (torch.rand(x.shape) < 0.01), x, 1.0)
+    x[: len(x) // 2] *= torch.exp2(torch.randint(-100, 100, (1, width)))
+    rules = {"element": element, "scale_rule": rule}
+    want = [quantize(x, dim=d, **rules, impl="reference") for d in (1, 0)]
+    both = quantize_both(x.cuda(), **rules, impl="triton")
+    columns = quantize(x.cuda(), dim=0, **rules, impl="triton")
+    coarse = quantize(x.cuda(), dim=0, granularity=128, **rules, impl="triton")
+    want += [want[1], quantize(x, dim=0, granularity=128, **rules, impl="reference")]
+    for got, expected in zip((*both, columns, coarse), want, strict=True):
+        assert torch.equal(got.data.view(torch.uint8).cpu(), expected.data.view(torch.uint8))
+        assert torch.equal(got.scales.cpu(), expected.scales)
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])

@@ -48,10 +48,6 @@ def _product(kind: str, out_dtype: torch.dtype, *, K: int = K, N: int = N) -> No
     dtype = torch.bfloat16 if kind == "plain" else torch.float8_e4m3fn
     scales: dict[str, tuple[Tensor, Tensor] | tuple[None, None]] = {
         "plain": (None, None),
-        "coarse": (
-            _packed(K // 128, R, dtype=torch.uint8),
-            _packed(E, N // 128, K // 128, dtype=torch.uint8),
-        ),
         "native": (
             _packed(R, K // 32, dtype=torch.uint8),
             _packed(E, N, K // 32, dtype=torch.uint8),
@@ -92,9 +88,22 @@ def test_the_plain_product(capability: int, out_dtype: torch.dtype) -> None:
 
 @OUT_DTYPES
 def test_the_coarse_product_multiplies_codes_on_hopper(out_dtype: torch.dtype) -> None:
-    kernel = _compile_product(90, "coarse", out_dtype)
-    assert re.search(r"wgmma\.mma_async\S*e4m3\.e4m3", kernel.asm["ptx"])
-    assert_fits(kernel, 90)
+    from olmo_mxfp8._triton.coarse_product import coarse_product
+
+    for element in (torch.float8_e4m3fn, torch.float8_e5m2):
+        with compiling_for(90) as compiled:
+            coarse_product(
+                _packed(R, K, dtype=element),
+                _packed(R, K // 32, dtype=torch.uint8),
+                _packed(E, N, K, dtype=torch.float8_e4m3fn),
+                _packed(E, N, K // 32, dtype=torch.uint8),
+                _offsets(),
+                out_dtype,
+            )
+        kernel = compiled[-1]
+        name = "e4m3" if element == torch.float8_e4m3fn else "e5m2"
+        assert re.search(rf"wgmma\.mma_async\S*{name}\.e4m3", kernel.asm["ptx"])
+        assert_fits(kernel, 90)
 
 
 @OUT_DTYPES
@@ -155,5 +164,25 @@ def test_quantise_and_dequantise(capability: int) -> None:
             dequantize_rows.dequantize_rows(codes, scales, rows, element, torch.bfloat16)
             assert "assertfail" in compiled[-1].asm["ptx"], "a row out of range must be an error"
     assert len(compiled) == 2 * (2 * 4 + 2)
+    for kernel in compiled:
+        assert_fits(kernel, capability)
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_quantise_pairs_of_bfloat16(capability: int) -> None:
+    from olmo_mxfp8._formats import FORMATS
+    from olmo_mxfp8._triton import quantize_pairs
+
+    x, codes = _packed(256, 512), _packed(256, 512, dtype=torch.uint8)
+    row_scales, column_scales = (_packed(*s, dtype=torch.uint8) for s in ((256, 16), (8, 512)))
+    with compiling_for(capability) as compiled:
+        for element in FORMATS.values():
+            for granularity in (32, 128):
+                quantize_pairs.quantize_columns(
+                    x, codes, column_scales, element, rceil=True, granularity=granularity
+                )
+            results = (codes, row_scales, codes, column_scales)
+            quantize_pairs.quantize_both(x, *results, element, rceil=True)
+    assert len(compiled) == 2 * (2 + 1)
     for kernel in compiled:
         assert_fits(kernel, capability)

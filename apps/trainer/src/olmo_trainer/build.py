@@ -20,6 +20,7 @@ from olmo_pipeline import PipelineExecutor
 from olmo_routing import Router, SelectionBias
 from torch import nn
 
+from olmo_trainer.compiler import build_regions
 from olmo_trainer.config import (
     DropsRerun,
     ExpertsRecompute,
@@ -30,7 +31,7 @@ from olmo_trainer.config import (
 from olmo_trainer.dispatcher import build_dispatcher, live_dispatches
 from olmo_trainer.growing_dispatcher import GrowingDispatcher
 from olmo_trainer.growing_executor import GrowingExecutor
-from olmo_trainer.guard import Guard
+from olmo_trainer.guard import Breaker, Guard
 from olmo_trainer.mesh import Mesh
 from olmo_trainer.model.attention import Attention
 from olmo_trainer.model.block import Block
@@ -38,6 +39,7 @@ from olmo_trainer.model.context_exchange import ContextExchange
 from olmo_trainer.model.feed_forward import FeedForward
 from olmo_trainer.model.initialize import initialize
 from olmo_trainer.model.moe import MoE
+from olmo_trainer.model.regions import EAGER, Regions
 from olmo_trainer.model.transformer import Transformer
 from olmo_trainer.pipeline_schedule import build_schedule, split_rules
 from olmo_trainer.rerun import StepRerun
@@ -66,6 +68,7 @@ class Assembly:
     optimizer: Optimizer
     guard: Guard | None
     rerun: StepRerun | None
+    breaker: Breaker
     executor: GrowingExecutor
     dispatcher: Dispatcher
 
@@ -106,10 +109,12 @@ def build_part(
     num_expert_ranks: int,
     count_dropped: Callable[[torch.Tensor], None] | None = None,
     exchange: ContextExchange | None = None,
+    regions: Regions = EAGER,
 ) -> Transformer:
     """Return layers `layers` of the model on the CPU in FP32, not yet initialised.
 
-    `count_dropped` is told how many routes found no room: see `MoE`.
+    `count_dropped` is told how many routes found no room: see `MoE`. `regions` are the dense
+    stretches, of `build_regions` or as they stand.
     """
     model, moe, mxfp8 = config.model, config.model.moe, config.precision.mxfp8
     recipe = MXRecipe(**config.precision.recipe.model_dump(), saved=config.precision.saved)
@@ -128,7 +133,7 @@ def build_part(
             quantise(layer, "gate_up", "down")
         return layer
 
-    def attention(index: int) -> nn.Module:
+    def attention(index: int) -> Attention:
         window = model.attention.window_of(index)
         layer = Attention(
             model.d_model, model.attention, model.norm_eps, window=window, exchange=exchange
@@ -163,6 +168,7 @@ def build_part(
             pack=MXPacker() if packs else None,  # pyright: ignore[reportArgumentType] - it unpacks what it packed
             recompute_experts=isinstance(config.recompute, ExpertsRecompute),
             count_dropped=count_dropped,
+            regions=regions,
         )
 
     def block(index: int) -> Block:
@@ -173,11 +179,17 @@ def build_part(
             attention(index),
             routed(index) if is_routed else FeedForward(model.d_model, model.dense_hidden),
             norms=model.norms,
+            regions=regions,
         )
 
     num_context = 1 if exchange is None else exchange.num_ranks
     return Transformer(
-        model, layers, block, recomputed=config.recomputed_layers, num_context=num_context
+        model,
+        layers,
+        block,
+        recomputed=config.recomputed_layers,
+        num_context=num_context,
+        regions=regions,
     )
 
 
@@ -260,6 +272,7 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
     statistics = StepStatistics(config.model, mesh.device)
     num_local = config.model.moe.num_experts // mesh.num_expert
     first_expert = mesh.expert * num_local
+    regions = build_regions(config)
     parts, stages = stage_layers(config), {}
     for index in schedule.stages_of(mesh.pipeline):
         part = build_part(
@@ -269,6 +282,7 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
             num_expert_ranks=mesh.num_expert,
             count_dropped=statistics.add_dropped,
             exchange=exchange,
+            regions=regions,
         )
         initialize(part, config.seed, first_expert=first_expert)
         stages[index] = Stage(
@@ -301,6 +315,7 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
         optimizer=optimizer,
         guard=Guard(config.guard, mesh) if isinstance(config.guard, SkipGuard) else None,
         rerun=_build_rerun(config, dispatcher),
+        breaker=Breaker(),
         executor=GrowingExecutor(
             lambda count: PipelineExecutor(
                 build_schedule(config.layout, count),

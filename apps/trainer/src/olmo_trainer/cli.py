@@ -290,7 +290,9 @@ def _verify(options: argparse.Namespace) -> int:
         verdicts = verify(config)
     print_verdicts(verdicts, TOLERANCE, console)
     console.print()
-    with console.status("comparing schedules, dispatchers, recompute, precision and optimizers"):
+    with console.status(
+        "comparing schedules, dispatchers, recompute, compile, precision and optimizers"
+    ):
         choices, unfit = verify_choices(config)
     print_choices(choices, unfit, console)
     return 1 if any(verdict.faults for verdict in (*verdicts, *choices)) else 0

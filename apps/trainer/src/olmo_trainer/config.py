@@ -13,6 +13,9 @@ from pydantic import Field, model_validator
 from olmo_trainer.config_batch import BatchConfig as BatchConfig
 from olmo_trainer.config_batch import LinearBatchWarmup as LinearBatchWarmup
 from olmo_trainer.config_batch import NoBatchWarmup as NoBatchWarmup
+from olmo_trainer.config_compile import CompileConfig as CompileConfig
+from olmo_trainer.config_compile import DenseCompile as DenseCompile
+from olmo_trainer.config_compile import NoCompile as NoCompile
 from olmo_trainer.config_data import DataConfig as DataConfig
 from olmo_trainer.config_data import IngredientConfig as IngredientConfig
 from olmo_trainer.config_data import MixtureSource as MixtureSource
@@ -218,6 +221,7 @@ class TrainerConfig(Config):
     model: ModelConfig = ModelConfig()
     precision: PrecisionConfig = PrecisionConfig()
     recompute: RecomputeConfig = NoRecompute()
+    compile: CompileConfig = NoCompile()
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
     loss: LossConfig = LossConfig()

@@ -33,14 +33,16 @@ class ElementwiseConfig(Config):
 
     @model_validator(mode="after")
     def _moments_hold_the_betas(self) -> Self:
-        for name in ("beta1", "beta2"):
-            beta = getattr(self, name)
-            if self.moments == "bf16" and beta > MOST_BF16_BETA:
-                raise ValueError(
-                    f"{name} ({beta}) must be at most {MOST_BF16_BETA} with moments = 'bf16', "
-                    "whose 8 bits cannot hold smaller changes; use moments = 'fp32'"
-                )
+        self._require_held("beta1", self.beta1)
+        self._require_held("beta2", self.beta2)
         return self
+
+    def _require_held(self, name: str, beta: float) -> None:
+        if self.moments == "bf16" and beta > MOST_BF16_BETA:
+            raise ValueError(
+                f"{name} ({beta}) must be at most {MOST_BF16_BETA} with moments = 'bf16', "
+                "whose 8 bits cannot hold smaller changes; use moments = 'fp32'"
+            )
 
 
 class AdamWConfig(ElementwiseConfig):
@@ -64,6 +66,11 @@ class MuonConfig(ElementwiseConfig):
     products: Literal["bf16", "fp32"] = Field(
         default="bf16", description="dtype of the Newton-Schulz products"
     )
+
+    @model_validator(mode="after")
+    def _moments_hold_the_momentum(self) -> Self:
+        self._require_held("momentum", self.momentum)
+        return self
 
 
 OptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="kind")]

@@ -1,5 +1,10 @@
-"""Steps that are left out because they would do harm, and when there are too many of them."""
+"""Steps that are left out because they would do harm, and when there are too many of them.
 
+Both verdicts stay on the device, where the update obeys them; the host hears of a step's with the
+step's other numbers.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +28,7 @@ class Skips:
 class Guard:
     """A `StepGuard` over the world that also counts on the host.
 
-    Its verdict stays on the device until `report`, so that the optimizer need not wait for it.
+    Its verdict stays on the device, so that neither optimizer nor host need wait for it.
     """
 
     def __init__(self, config: SkipGuard, mesh: Mesh) -> None:
@@ -49,13 +54,17 @@ class Guard:
         self._found = self._counts() - before.to(loss.device)
         return skip
 
-    def report(self) -> Skips:
-        """Return what the last `check` decided; reads the device."""
-        found = self._found.tolist()
+    def verdict(self) -> torch.Tensor:
+        """Return what the last `check` decided, (R + 1,) int64 on the device, for `report`."""
+        return torch.cat([self._found, self._guard.num_skipped[None]])
+
+    def report(self, verdict: Sequence[float]) -> Skips:
+        """Return a `verdict` in words; called once a step, in the order of the steps."""
+        *found, total = verdict
         names = self._guard.num_by_reason
         reasons = tuple(name for name, count in zip(names, found, strict=True) if count)
         self._in_a_row = self._in_a_row + 1 if reasons else 0
-        return Skips(reasons, int(self._guard.num_skipped), self._in_a_row)
+        return Skips(reasons, round(total), self._in_a_row)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the live tensors that a checkpoint holds, flat, by names that begin with `guard.`.
@@ -67,3 +76,19 @@ class Guard:
 
     def _counts(self) -> torch.Tensor:
         return torch.stack(list(self._guard.num_by_reason.values()))
+
+
+class Breaker:
+    """Without a guard: from the first gradient that is not finite on, no step is taken.
+
+    The run ends there, but on a GPU the host hears of it when the next step is under way.
+    """
+
+    def __init__(self) -> None:
+        self._open: torch.Tensor | None = None
+
+    def check(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return whether to hold back this step, 0-d bool on the device of the gradient `norm`."""
+        bad = ~norm.isfinite()
+        self._open = bad if self._open is None else self._open | bad
+        return self._open

@@ -28,6 +28,7 @@ from olmo_trainer.checkpoint_manifest import (
 )
 from olmo_trainer.checkpoint_saver import CheckpointSaver
 from olmo_trainer.checkpoint_soundness import newest_sound
+from olmo_trainer.compiler import require_compiler
 from olmo_trainer.config import TrainerConfig
 from olmo_trainer.data import Batch, ByteTokenizer, TrainData
 from olmo_trainer.device_peaks import peak_flops
@@ -50,8 +51,8 @@ from olmo_trainer.progress import Progress
 from olmo_trainer.rank_times import RankTimes, slow_rank
 from olmo_trainer.run_folder import claim_folder, prepare_folder
 from olmo_trainer.sizes import count_flops, count_parameters
-from olmo_trainer.statistics import StepTotals
 from olmo_trainer.step import NonFiniteError, accumulate_gradients, heldout_loss, update
+from olmo_trainer.step_reader import StepReader
 from olmo_trainer.stop_requests import STOP, stop_requests
 from olmo_trainer.trackers import Tracking, require_trackers
 from olmo_trainer.watchdog import Watchdog
@@ -95,6 +96,7 @@ def train(
     device = pick_device(config)
     check_kernels(config, device)
     check_installed(config)
+    require_compiler(config, device)
     data = open_data(config)
     config = end_with_data(config, data)
     if resume is not None:
@@ -127,6 +129,14 @@ def train(
         outcome = run.train(resume)
         run.assembly.close()
         return outcome
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What ranks ask of all ranks, in the steps that were read together."""
+
+    stop: bool = False
+    save_again: bool = False
 
 
 class _Run:
@@ -162,10 +172,14 @@ class _Run:
         self.rank_times = RankTimes(mesh)
         is_bytes = data.vocabulary.name == ByteTokenizer.name
         self.bytes_per_token = 1.0 if is_bytes else None
-        self.flops_per_token = count_flops(config.model, config.data.sequence_length)
         # FP32 products have another peak than BF16's.
         is_bf16 = self.assembly.dtype == torch.bfloat16
         self.peak = peak_flops(self.versions["device"]) if is_bf16 else None
+        self.reader = StepReader(
+            self.assembly,
+            flops_per_token=count_flops(config.model, config.data.sequence_length),
+            peak=self.peak,
+        )
 
     def train(self, resume: Manifest | None) -> Outcome:
         """Train from the start or from `resume` to the last step, or until asked to stop."""
@@ -208,10 +222,12 @@ class _Run:
             if first == 0:
                 progress.say(f"before training: held-out {self._hold_out(0):.4f} nats a token")
             for step in range(first + 1, num_steps + 1):
-                record, totals = self._step(step, stop, progress)
-                stopped = totals.stop and step < num_steps
+                self._launch(step, stop)
+                record, asked = self._read_steps(step, progress)
+                if record is None:  # the host goes on while the device is at it
+                    continue
                 # The record comes before the checkpoint: a resume will not write it again.
-                if stopped:
+                if asked.stop and step < num_steps:
                     # Who asks to stop may not have the time of an evaluation: save before it.
                     self._write(record)
                     self.watchdog.beat(step, "save")
@@ -232,7 +248,7 @@ class _Run:
                     saved = self.saver.save_now(step)
                     progress.update(record)
                     return step, record.heldout_loss, saved
-                if totals.save_failed:
+                if asked.save_again:
                     self.saver.save_now(step)
                 elif _due(step, run.save_every):
                     self.saver.save(step)
@@ -255,15 +271,12 @@ class _Run:
             say=self._say,
         )
 
-    def _step(
-        self, step: int, stop: threading.Event, progress: Progress
-    ) -> tuple[StepRecord, StepTotals]:
-        """Do step `step`, from 1; return its record and its sums over all ranks."""
+    def _launch(self, step: int, stop: threading.Event) -> None:
+        """Launch step `step`, from 1: on a GPU without waiting for it, unless a dispatcher must."""
         assembly, mesh, config = self.assembly, self.mesh, self.config
-        began = time.perf_counter()
         self.clock.begin(step)
         batches = [
-            batch.context_part(mesh.context, mesh.num_context).to(mesh.device, non_blocking=True)
+            batch.context_part(mesh.context, mesh.num_context).to(mesh.device)
             for batch in self.data.microbatches(
                 step - 1,
                 num_replicas=mesh.num_data,
@@ -280,51 +293,36 @@ class _Run:
         )
         self.clock.enter("step")
         rate = learning_rate(config, step - 1)
-        updated = update(assembly, step, rate)
-        if updated.skips.reasons:
-            progress.say(f"step {step} is left out: {', '.join(updated.skips.reasons)}")
-        if words := updated.reruns.describe():
-            progress.say(f"step {step} {words}")
-        totals = assembly.statistics.totals()
-        layers = assembly.statistics.layers(num_ranks=mesh.num_expert)
-        phases = self.clock.end()
-        self.rank_times.add(phases)
-        seconds = time.perf_counter() - began
-        flops = totals.tokens * self.flops_per_token / seconds
-        record = StepRecord(
-            step=step,
-            loss=totals.loss,
-            balance_loss=_mean([layer.balance_loss for layer in layers]),
-            auxiliary_loss=totals.auxiliary_loss,
-            z_loss=_mean([layer.z_loss for layer in layers]),
-            grad_norm=updated.norm,
-            learning_rate=rate,
-            tokens=totals.tokens,
-            seconds=seconds,
-            tokens_per_second=totals.tokens / seconds,
-            worst_imbalance=max((layer.imbalance for layer in layers), default=None),
-            expert_counts=[layer.counts for layer in layers],
-            imbalance=[layer.imbalance for layer in layers],
-            honesty=[layer.honesty for layer in layers],
-            entropy_deficit=[layer.entropy_deficit for layer in layers],
-            dead_experts=[layer.dead_experts for layer in layers],
-            head_z_loss=totals.head_z_loss if config.loss.z_loss else None,
-            dropped=totals.dropped,
-            skipped=int(bool(updated.skips.reasons)),
-            num_skipped=updated.skips.total,
-            reruns=updated.reruns.times,
-            capacity_factor=updated.reruns.capacity_factor,
-            over_capacity=int(updated.reruns.over_limit),
-            balance={
-                name: [layer.report[name] for layer in layers]
-                for name in (layers[0].report if layers else ())
-            },
-            z_losses=[layer.z_loss for layer in layers],
-            phase_seconds=phases,
-            flops_per_second=flops,
-            model_flops_utilization=None if self.peak is None else flops / mesh.world / self.peak,
+        self.reader.take(step, rate, update(assembly, step, rate), self.clock)
+
+    def _read_steps(self, step: int, progress: Progress) -> tuple[StepRecord | None, _Asked]:
+        """Read the steps that are due after step `step` was launched, and write down all before it.
+
+        All are due where something else than steps follows: the end, an evaluation, a save, or the
+        times of all ranks. Every rank reads the same.
+
+        Returns:
+            The record of `step` itself if it is among them, not yet written; and what ranks ask.
+        """
+        run = self.config.run
+        pauses = step == self.config.steps or any(
+            _due(step, every) for every in (run.log_every, run.heldout_every, run.save_every)
         )
-        return record, totals
+        asked = _Asked()
+        while self.reader.is_due(at_once=pauses or asked.stop or asked.save_again):
+            result = self.reader.read()
+            totals, record = result.totals, result.record
+            asked = _Asked(asked.stop or totals.stop, asked.save_again or totals.save_failed)
+            self.rank_times.add(record.phase_seconds)
+            if result.reasons:
+                progress.say(f"step {record.step} is left out: {', '.join(result.reasons)}")
+            if words := result.reruns.describe():
+                progress.say(f"step {record.step} {words}")
+            if record.step == step:
+                return record, asked
+            self._write(record)
+            progress.update(record)
+        return None, asked
 
     def _hold_out(self, step: int) -> float:
         """Return the held-out loss; training is left bitwise as it was."""
@@ -462,7 +460,3 @@ def _versions(mesh: Mesh) -> dict[str, str]:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

@@ -55,6 +55,11 @@ class Mesh:
         """Whether this process speaks for the run."""
         return self.rank == 0
 
+    @property
+    def host_waits(self) -> bool:
+        """Whether the host waits for the device when it reads it, as for any but a CPU."""
+        return self.device.type != "cpu"
+
     def sum_over_world(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add `tensor` over every rank, in place."""
         if self.world_group is not None:

@@ -51,8 +51,8 @@ class StepRecord:
         grad_norm: Global gradient norm before clipping.
         learning_rate: The rate this step's update used.
         tokens: Valid tokens of the step.
-        seconds: Wall time of the step.
-        tokens_per_second: Valid tokens per second of wall time.
+        seconds: Wall time of the step, the sum of its phases; on a GPU that of its stream.
+        tokens_per_second: Valid tokens per second of that time.
         worst_imbalance: Greatest of `imbalance`; None without an MoE layer.
         expert_counts: Routes requested per expert, E integers a layer.
         imbalance: Busiest expert's load over the mean load, in [1, E].

@@ -5,20 +5,51 @@
     forward   the stages' forwards, collectives of expert ranks included
     backward  the rest of the pipeline's pass: backwards, recompute, transfers, bubbles
     reduce    gradients and statistics over the ranks, as far as nothing else hid it
-    step      norm, clipping, biases, optimizer, and the read of the step's numbers
+    step      norm, clipping, biases, optimizer, and the copy of the step's numbers to the host
 
-On a GPU the times are those of its stream, from events that the end of a step reads together, so
-that no phase waits for the host's sake.
+On a GPU the times are those of its stream, from events that are read together once the last of them
+has passed, so that no phase waits for the host's sake.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 PHASES = ("data", "wait", "forward", "backward", "reduce", "step")
+
+
+@dataclass(frozen=True)
+class StepMarks:
+    """When a step's phases began, and when it ended; on a GPU, when its stream comes there.
+
+    Attributes:
+        begins: Each phase with its beginning, in order: a time, or an event of the stream.
+        end: Of the last one.
+    """
+
+    begins: Sequence[tuple[str, Any]]
+    end: Any
+
+    def wait(self) -> None:
+        """Return when the device has come to the end."""
+        if isinstance(self.end, torch.cuda.Event):
+            self.end.synchronize()
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each phase, in the order of `PHASES`; `wait` comes first."""
+        seconds = dict.fromkeys(PHASES, 0.0)
+        ends = [mark for _, mark in self.begins[1:]] + [self.end]
+        for (phase, start), stop in zip(self.begins, ends, strict=True):
+            seconds[phase] += (
+                start.elapsed_time(stop) / 1000
+                if isinstance(start, torch.cuda.Event)
+                else stop - start
+            )
+        return seconds
 
 
 class PhaseClock:
@@ -53,17 +84,11 @@ class PhaseClock:
         if self._timing:
             self._marks.append((phase, self._now()))
 
-    def end(self) -> dict[str, float]:
-        """End the step; return the seconds of each phase, in the order of `PHASES`."""
-        last = self._now()
-        if self._on_gpu:
-            last.synchronize()
-        seconds = dict.fromkeys(PHASES, 0.0)
-        ends = [mark for _, mark in self._marks[1:]] + [last]
-        for (phase, start), stop in zip(self._marks, ends, strict=True):
-            seconds[phase] += start.elapsed_time(stop) / 1000 if self._on_gpu else stop - start
+    def end(self) -> StepMarks:
+        """End the step; on a GPU its stream may be far from there."""
+        marks = StepMarks(self._marks, self._now())
         self._timing, self._marks = False, []
-        return seconds
+        return marks
 
     def _now(self) -> Any:
         if not self._on_gpu:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from olmo_routing import Routing, balance_loss, route_fractions, router_z_loss
 from torch import nn
-from torch.nn import functional as F
 
 from olmo_trainer.config import MoEConfig
 from olmo_trainer.data import Batch
@@ -71,27 +70,21 @@ class Stage(nn.Module):
         counts = torch.is_grad_enabled()
         terms = self._routers(routings, microbatch) if counts else []
         if self.part.is_last:
-            logits_TV = output.float().flatten(0, 1)
-            targets_T = batch.targets_BS.flatten()
-            total = F.cross_entropy(logits_TV, targets_T, reduction="sum")
+            total, squares = self.part.regions.token_sums(
+                output, batch.targets_BS, counts and self.head_z_loss > 0
+            )
             output = total / microbatch.loss_tokens * microbatch.loss_scale
             if counts:
-                self.statistics.add_loss(output, (targets_T >= 0).sum())
-            if counts and self.head_z_loss:
-                terms.append(self._head_z(logits_TV, targets_T, microbatch))
+                self.statistics.add_loss(output, (batch.targets_BS >= 0).sum())
+            if squares is not None:
+                z = squares / microbatch.loss_tokens
+                self.statistics.add_head_z_loss(z)
+                terms.append(self.head_z_loss * z)
         if not terms:
             return output, None
         auxiliary = torch.stack(terms).sum()
         self.statistics.add_auxiliary(auxiliary)
         return output, auxiliary
-
-    def _head_z(
-        self, logits_TV: torch.Tensor, targets_T: torch.Tensor, microbatch: Microbatch
-    ) -> torch.Tensor:
-        squares_T = torch.logsumexp(logits_TV, dim=-1).square()
-        z = torch.where(targets_T >= 0, squares_T, 0.0).sum() / microbatch.loss_tokens
-        self.statistics.add_head_z_loss(z)
-        return self.head_z_loss * z
 
     def _routers(self, routings: dict[int, Routing], microbatch: Microbatch) -> list[torch.Tensor]:
         mask_BS = microbatch.batch.mask_BS

@@ -1,7 +1,7 @@
 """What a step counted, in one vector, so that one reduction over the world logs it all.
 
 Every rank adds what its own stages and tokens saw; entries of other stages stay zero; the sum over
-all ranks is the whole step's. Float64, on the device: counts stay exact.
+all ranks is the whole step's. Float64, on the device: counts stay exact. The host reads a copy.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from olmo_routing import BalanceReport, LoadReport, Routing, measure_balance, me
 
 from olmo_trainer.config import ModelConfig
 
+_NUM_TOTALS = 7  # of the step, before those of its layers
 # What a layer's sums of counts and scores do not tell: means over tokens, added as shares.
 OF_THE_TOKENS = tuple(name for name in BalanceReport.names() if name not in LoadReport.names())
 
@@ -42,27 +43,94 @@ class StepTotals:
     save_failed: bool
 
 
-class StepStatistics:
-    """Running sums of a step: the losses, and for each routed layer counts and score mass."""
+class StepSums:
+    """The sums of a step as one line of float64, where they are counted or where they are read.
 
-    def __init__(self, model: ModelConfig, device: torch.device) -> None:
+    Args:
+        model: Whose layers and experts.
+        vector: As long as `num_sums(model)`.
+    """
+
+    def __init__(self, model: ModelConfig, vector: torch.Tensor) -> None:
         self.moe_layers = model.moe_layers
         self.num_experts = model.moe.num_experts
-        layers, E = len(self.moe_layers), self.num_experts
-        columns = 2 * E + 2 + len(OF_THE_TOKENS)
-        self._vector = torch.zeros(7 + layers * columns, dtype=torch.float64, device=device)
+        self.vector = vector  # reduce it over the world in place
+        E = self.num_experts
         # Cross entropy, auxiliary loss, targets, stop requests, the head's z-loss, routes
         # that found no room, failed saves.
-        self._totals = self._vector[:7]
-        rows = self._vector[7:].view(layers, columns)
+        self._totals = vector[:_NUM_TOTALS]
+        rows = vector[_NUM_TOTALS:].view(len(self.moe_layers), _num_columns(model))
         self._counts_LE = rows[:, :E]
         self._mass_LE = rows[:, E : 2 * E]
         self._losses_L2 = rows[:, 2 * E : 2 * E + 2]  # balance loss and z-loss
         self._of_the_tokens_LM = rows[:, 2 * E + 2 :]
 
+    @property
+    def loss(self) -> torch.Tensor:
+        """The mean cross entropy of the global batch, 0-d float64, after the reduction."""
+        return self._totals[0]
+
+    def counts(self, layer: int) -> torch.Tensor:
+        """Return `counts_E` (int64) of a layer."""
+        return self._counts_LE[layer - self.moe_layers.start].round().to(torch.int64)
+
+    def dropped_part(self) -> float:
+        """Return the part of all requested routes that found no room; reads the vector.
+
+        The same on every rank after the reduction over the world: both are exact counts.
+        """
+        dropped, requested = torch.stack((self._totals[5], self._counts_LE.sum())).tolist()
+        return dropped / max(requested, 1.0)
+
+    def totals(self) -> StepTotals:
+        """Return the losses, the number of targets, and what a rank asked for or reported.
+
+        Reads the vector, as `layers` does; call after the reduction over the world.
+        """
+        loss, auxiliary, tokens, stops, head_z_loss, dropped, failures = self._totals.tolist()
+        return StepTotals(
+            loss, auxiliary, round(tokens), stops > 0, head_z_loss, round(dropped), failures > 0
+        )
+
+    def layers(self, *, num_ranks: int = 1) -> list[LayerBalance]:
+        """Return how each routed layer used its experts, which `num_ranks` ranks share out."""
+        reports = [
+            measure_load(counts, mass, num_ranks=num_ranks)
+            for counts, mass in zip(self._counts_LE.cpu(), self._mass_LE.cpu(), strict=True)
+        ]
+        return [
+            LayerBalance(
+                counts=[round(count) for count in counts],
+                balance_loss=balance_loss,
+                z_loss=z_loss,
+                imbalance=report.imbalance.item(),
+                entropy_deficit=report.entropy_deficit.item(),
+                dead_experts=int(report.dead_experts),
+                honesty=report.honesty.item(),
+                report={
+                    **{name: float(getattr(report, name)) for name in LoadReport.names()},
+                    **dict(zip(OF_THE_TOKENS, of_the_tokens, strict=True)),
+                },
+            )
+            for counts, (balance_loss, z_loss), of_the_tokens, report in zip(
+                self._counts_LE.tolist(),
+                self._losses_L2.tolist(),
+                self._of_the_tokens_LM.tolist(),
+                reports,
+                strict=True,
+            )
+        ]
+
+
+class StepStatistics(StepSums):
+    """Running sums of a step: the losses, and for each routed layer counts and score mass."""
+
+    def __init__(self, model: ModelConfig, device: torch.device) -> None:
+        super().__init__(model, torch.zeros(num_sums(model), dtype=torch.float64, device=device))
+
     def zero(self) -> None:
         """Start a step."""
-        self._vector.zero_()
+        self.vector.zero_()
 
     def add_loss(self, loss: torch.Tensor, num_targets: torch.Tensor) -> None:
         """Add a microbatch's share of the mean cross entropy, and its number of targets."""
@@ -117,63 +185,11 @@ class StepStatistics:
         means = torch.stack([getattr(report, name) for name in OF_THE_TOKENS])
         self._of_the_tokens_LM[row] += token_share * means
 
-    @property
-    def vector(self) -> torch.Tensor:
-        """The sums; reduce it over the world in place."""
-        return self._vector
 
-    @property
-    def loss(self) -> torch.Tensor:
-        """The mean cross entropy of the global batch, 0-d float64, after the reduction."""
-        return self._totals[0]
+def num_sums(model: ModelConfig) -> int:
+    """Return how many numbers a step counts."""
+    return _NUM_TOTALS + len(model.moe_layers) * _num_columns(model)
 
-    def dropped_part(self) -> float:
-        """Return the part of all requested routes that found no room; reads the device.
 
-        The same on every rank after the reduction over the world: both are exact counts.
-        """
-        dropped, requested = torch.stack((self._totals[5], self._counts_LE.sum())).tolist()
-        return dropped / max(requested, 1.0)
-
-    def counts(self, layer: int) -> torch.Tensor:
-        """Return `counts_E` (int64) of a layer."""
-        return self._counts_LE[layer - self.moe_layers.start].round().to(torch.int64)
-
-    def totals(self) -> StepTotals:
-        """Return the losses, the number of targets, and what a rank asked for or reported.
-
-        Reads the device, as `layers` does; call after the reduction over the world.
-        """
-        loss, auxiliary, tokens, stops, head_z_loss, dropped, failures = self._totals.tolist()
-        return StepTotals(
-            loss, auxiliary, round(tokens), stops > 0, head_z_loss, round(dropped), failures > 0
-        )
-
-    def layers(self, *, num_ranks: int = 1) -> list[LayerBalance]:
-        """Return how each routed layer used its experts, which `num_ranks` ranks share out."""
-        reports = [
-            measure_load(counts, mass, num_ranks=num_ranks)
-            for counts, mass in zip(self._counts_LE.cpu(), self._mass_LE.cpu(), strict=True)
-        ]
-        return [
-            LayerBalance(
-                counts=[round(count) for count in counts],
-                balance_loss=balance_loss,
-                z_loss=z_loss,
-                imbalance=report.imbalance.item(),
-                entropy_deficit=report.entropy_deficit.item(),
-                dead_experts=int(report.dead_experts),
-                honesty=report.honesty.item(),
-                report={
-                    **{name: float(getattr(report, name)) for name in LoadReport.names()},
-                    **dict(zip(OF_THE_TOKENS, of_the_tokens, strict=True)),
-                },
-            )
-            for counts, (balance_loss, z_loss), of_the_tokens, report in zip(
-                self._counts_LE.tolist(),
-                self._losses_L2.tolist(),
-                self._of_the_tokens_LM.tolist(),
-                reports,
-                strict=True,
-            )
-        ]
+def _num_columns(model: ModelConfig) -> int:
+    return 2 * model.moe.num_experts + 2 + len(OF_THE_TOKENS)

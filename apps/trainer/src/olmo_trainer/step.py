@@ -3,8 +3,9 @@
     counts of the global batch -> executor (all microbatches) -> statistics and gradients reduced
     -> one norm, one clip factor, one verdict of the guard -> selection biases -> optimizer
 
-A step that drops too many routes runs its first half again (`rerun.py`).
-The halves are separate because `verify` looks at the gradients between them.
+A step that drops too many routes runs its first half again (`rerun.py`). The halves are separate
+because `verify` looks at the gradients between them. On a GPU neither waits for the device, but for
+reruns: what else the host wants to know of a step is read later (`step_reader.py`).
 """
 
 import math
@@ -28,11 +29,11 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class Update:
-    """How an update went; plain values, the same on every rank."""
+    """How an update went; the same on every rank, on the device where nothing else is said."""
 
-    norm: float  # of the gradient, before clipping
-    skips: Skips
-    reruns: Reruns
+    norm: torch.Tensor  # of the gradient, before clipping; 0-d float32
+    verdict: torch.Tensor  # of the guard, for `check_update`; empty without one
+    reruns: Reruns  # plain values
 
 
 def count_tokens(assembly: Assembly, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,37 +122,62 @@ def update_biases(assembly: Assembly, skip: torch.Tensor | None = None) -> None:
 def update(assembly: Assembly, step: int, rate: float) -> Update:
     """Clip, move the selection biases and step the optimizer, or leave all of them as they are.
 
-    `step`, from 1, is for the message.
+    A gradient that is not finite moves nothing. `step`, from 1, is for the message.
 
     Raises:
-        NonFiniteError: On every rank alike: the gradient is not finite and there is no guard to
-            skip the step, or the guard has lost its patience. Nothing of this step is changed.
+        NonFiniteError: As `check_update`, on every rank alike, but for the guard's patience: at
+            once where the host has the norm, as on a CPU; elsewhere the caller finds out when it
+            reads the update, and nothing moves until then.
         DroppedError: On every rank alike: the step drops too many routes. Nothing is changed.
     """
     if assembly.rerun is not None:
         assembly.rerun.require_room(step)
-    config, guard, skip = assembly.config, assembly.guard, None
+    config, guard = assembly.config, assembly.guard
     norm = gradient_norm(assembly)
+    verdict = norm.new_zeros(0, dtype=torch.int64)
     if guard is not None:
-        skip = guard.check(assembly.statistics.loss, norm)
-    elif not math.isfinite(norm):
-        raise NonFiniteError(
-            f"step {step}: the gradient norm is {float(norm)}; nothing was updated. Lower "
-            "optimizer.learning_rate, look at the data of this step, or leave such steps out with "
-            "guard.kind=skip."
-        )
+        skip, verdict = guard.check(assembly.statistics.loss, norm), guard.verdict()
+    elif assembly.mesh.host_waits:
+        skip = assembly.breaker.check(norm)
+    else:
+        skip = None
+        _require_finite(step, float(norm))
     update_biases(assembly, skip)
     factor = clip_factor(norm, config.optimizer.max_grad_norm)
     assembly.optimizer.step(lr=rate, grad_scale=factor, skip=skip)
-    skips = Skips() if guard is None else guard.report()
-    if isinstance(config.guard, SkipGuard) and skips.in_a_row >= config.guard.patience:
+    reruns = Reruns() if assembly.rerun is None else assembly.rerun.report()
+    return Update(norm, verdict, reruns)
+
+
+def check_update(assembly: Assembly, step: int, norm: float, verdict: Sequence[float]) -> Skips:
+    """Return what the guard did in `step`, from the numbers of its `Update` on the host.
+
+    Called once a step, in the order of the steps.
+
+    Raises:
+        NonFiniteError: On every rank alike: the gradient is not finite and there is no guard to
+            skip the step, or the guard has lost its patience.
+    """
+    if assembly.guard is None:
+        _require_finite(step, norm)
+        return Skips()
+    skips, guard = assembly.guard.report(verdict), assembly.config.guard
+    if isinstance(guard, SkipGuard) and skips.in_a_row >= guard.patience:
         raise NonFiniteError(
             f"step {step}: the last {skips.in_a_row} steps were all left out, this one because: "
-            f"{', '.join(skips.reasons)}; nothing was updated since. Lower optimizer.learning_rate "
-            "or look at the data, and resume."
+            f"{', '.join(skips.reasons)}. Lower optimizer.learning_rate or look at the data, and "
+            "resume."
         )
-    reruns = Reruns() if assembly.rerun is None else assembly.rerun.report()
-    return Update(float(norm), skips, reruns)
+    return skips
+
+
+def _require_finite(step: int, norm: float) -> None:
+    if not math.isfinite(norm):
+        raise NonFiniteError(
+            f"step {step}: the gradient norm is {norm}; nothing was updated. Lower "
+            "optimizer.learning_rate, look at the data of this step, or leave such steps out with "
+            "guard.kind=skip."
+        )
 
 
 def heldout_loss(assembly: Assembly, batches: Sequence[Batch]) -> tuple[float, int]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from olmo_trainer.build import Assembly, assemble, is_expert
+from olmo_trainer.compiler import require_compiler
 from olmo_trainer.config import (
     AutoDispatcher,
     BatchConfig,
@@ -128,9 +129,11 @@ def verify(
         accumulations: Microbatches a rank.
 
     Raises:
-        ValueError: The configuration does not divide into a layout.
+        ValueError: The configuration does not divide into a layout, or asks for a compiler that is
+            not here.
     """
     config = check_config(config)
+    require_compiler(config, torch.device("cpu"))
     layouts = layouts_for(config) if layouts is None else [Layout(*each) for each in layouts]
     for layout, accumulation in itertools.product(layouts, accumulations):
         case_config(config, Case(layout, accumulation, SCENARIOS[0]))

@@ -1,6 +1,7 @@
 """Does a choice change the numbers? One word of the configuration at a time, beside plain FP32.
 
-Schedules, dispatchers, recompute and the layout of an optimizer must give what one process gives.
+Schedules, dispatchers, recompute, compiled graphs and the layout of an optimizer must give what one
+process gives. Of graphs torch's own operations are run, so that no machine needs a compiler for it.
 MXFP8 rounds, so its gradient is held to a bound: above what rounding and the tokens that it sends
 to other experts do (0.09 with `nano`), far below what a wrong operand does (1 and more).
 An optimizer is judged by its update, beside its own in one process.
@@ -9,7 +10,14 @@ An optimizer is judged by its update, beside its own in one process.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from olmo_trainer.config import LayoutConfig, NoRecompute, NoRerun, PrecisionConfig, TrainerConfig
+from olmo_trainer.config import (
+    LayoutConfig,
+    NoCompile,
+    NoRecompute,
+    NoRerun,
+    PrecisionConfig,
+    TrainerConfig,
+)
 from olmo_trainer.data import Batch
 from olmo_trainer.local_ranks import run_local_ranks
 from olmo_trainer.open_data import open_data
@@ -112,6 +120,13 @@ def _choices() -> tuple[Choice, ...]:
             keeps_forward=True,
         ),
     ]
+    graphs = ("compile.kind=dense", "compile.backend=aot_eager")
+    cut, halves = Layout(1, 2, 1, context=2), "layout.schedule.kind=zero_bubble_h1"
+    made += [
+        Choice("compile, recompute blocks, context", (*graphs, split[0]), cut),
+        # Of a stage without routed layers a graph would hold all, and leave nothing to split.
+        Choice("compile, split backward", (*graphs, halves), STAGES),
+    ]
     for layer in ("experts", "shared", "attention"):
         made.append(Choice(f"mxfp8 {layer}", (f"precision.mxfp8={layer}",), bound=0.3))
     made.append(Choice("mxfp8 everywhere", (MXFP8,), EXPERTS, against=(MXFP8,)))
@@ -133,12 +148,14 @@ def verify_choices(
 ) -> tuple[list[ChoiceVerdict], dict[str, str]]:
     """Hold each choice beside one process; return the verdicts, and what does not fit and why.
 
-    Everything else of `config` stays, but that it is FP32, without recompute, on a CPU.
+    Everything else of `config` stays, but that it is FP32, without recompute, not compiled, on a
+    CPU.
     """
     plain = check_config(config).model_copy(
         update={
             "precision": PrecisionConfig(parameters="fp32"),
             "recompute": NoRecompute(),
+            "compile": NoCompile(),
             "layout": LayoutConfig(),
             "rerun": NoRerun(),
         }

@@ -22,11 +22,12 @@ import torch
 from torch import nn
 
 from ._adamw_update import AdamWRule, AdamWUpdate
-from ._buckets import BUCKET_BYTES
+from ._arguments import require_count
+from ._bucket_order import BUCKET_BYTES
 from ._flat_shard import Location
 from ._groups import ReplicaGroups
-from ._impl import Impl, runs_kernel
-from ._partition import MIN_SHARD_NUMEL, equal_ranges
+from ._impl import Impl
+from ._partition import MIN_SHARD_NUMEL
 from ._sharded_optimizer import Member, Rebuilt, ShardedOptimizer
 from ._tensor_state import Plan
 
@@ -55,13 +56,19 @@ class ShardedAdamW(ShardedOptimizer):
         after_rebuild: called with `(name, parameter)` pairs whenever those parameters have new
             values, to rebuild what is derived from them (quantised copies). Every parameter comes
             once a step, on every process alike.
-        impl: how elements are updated. "auto" is "reference", plain torch, with the bits of
-            `torch.optim.AdamW`; "triton" needs CUDA, and is close to it but not bitwise equal.
+        impl: how elements are updated. "reference" is plain torch, with the bits of
+            `torch.optim.AdamW(foreach=False)`. "triton" needs CUDA and is not bitwise equal to it:
+            it fuses products and sums, so that main weights and moments differ in their last bits
+            and stay as near to exact arithmetic. "auto" is "triton" on CUDA of compute capability
+            8.0 or newer, for parameters of 16 or 32 bits, else "reference".
 
     Raises:
-        ValueError: a number out of range, a parameter listed twice, a location of an unlisted name
-            or outside its tensor, or members of a replica group that list different parameters or
-            hold different values of one (on every member, naming the parameters).
+        TypeError: an argument of another kind than those above.
+        ValueError: a number out of range; a parameter listed twice, without memory of its own or of
+            other than real floating numbers of up to 32 bits; a location of an unlisted name or
+            outside its tensor; members of a replica group of which one was refused, or that list
+            different parameters, have different arguments, or hold different values of a parameter
+            (on every member, naming them).
         RuntimeError: "triton" without triton.
 
     Note:
@@ -92,21 +99,16 @@ class ShardedAdamW(ShardedOptimizer):
         rule = AdamWRule(betas=betas, eps=eps, moment_dtype=moment_dtype, impl=impl)
         self._adamw = AdamWUpdate(rule)
 
-        def plan(members: list[Member]) -> list[Plan]:
-            for _, parameter, _ in members:
-                runs_kernel(impl, parameter.device)
-            return [
-                Plan(
-                    equal_ranges(parameter.numel(), group.size, min_shard_numel),
-                    rule.moments(),
-                )
-                for _, parameter, group in members
-            ]
+        def make_plans(members: list[Member]) -> list[Plan]:
+            rule.check({parameter.device for _, parameter, _ in members})
+            require_count("min_shard_numel", min_shard_numel, 0)
+            return [rule.plan(parameter, group, min_shard_numel) for _, parameter, group in members]
 
         super().__init__(
             named_parameters,
             replica_groups,
-            plan,
+            make_plans,
+            {**rule.options(), "min_shard_numel": min_shard_numel},
             lr=lr,
             weight_decay=weight_decay,
             decay=decay,
@@ -117,16 +119,15 @@ class ShardedAdamW(ShardedOptimizer):
         )
 
     def _update(
-        self,
-        grads: list[torch.Tensor],
-        lr: float,
-        grad_scale: torch.Tensor | None,
-        skip: torch.Tensor | None,
+        self, lr: float, grad_scale: torch.Tensor | None, skip: torch.Tensor | None
     ) -> None:
         self._adamw.update(
-            *(self._states, grads, self._num_steps),
+            *(self._states, self._num_steps),
             lr=lr,
             weight_decay=self._weight_decay,
             grad_scale=grad_scale,
             skip=skip,
         )
+
+    def _forget_places(self) -> None:
+        self._adamw.forget_places()

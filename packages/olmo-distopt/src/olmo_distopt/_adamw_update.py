@@ -7,56 +7,60 @@ The elementwise rule is that of `reference.adamw`, in the order of operations of
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from ._arguments import require_betas, require_number
+from ._groups import ReplicaGroup
 from ._impl import Impl, require_impl, runs_kernel
-from ._sharded_optimizer import require_range
-from ._tensor_state import TensorState
-
-# A BF16 number is not moved by less than half its spacing, which is up to 2^-7 of its value. A
-# moment that decays by less than that a step would never decay.
-_LEAST_BF16_DECAY = 2.0**-8
+from ._moments import require_moment_dtype
+from ._partition import equal_ranges
+from ._tensor_state import Plan, TensorState
 
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWRule:
-    """What does not change between steps.
-
-    Raises:
-        ValueError: a number out of range, or BF16 moments that would stand still.
-        RuntimeError: "triton" without triton.
-    """
+    """What does not change between steps; `check` it before use."""
 
     betas: tuple[float, float]
     eps: float
     moment_dtype: torch.dtype
     impl: Impl
 
-    def __post_init__(self) -> None:
-        require_impl(self.impl)
-        require_range("betas[0]", self.betas[0], 0.0, 1.0)
-        require_range("betas[1]", self.betas[1], 0.0, 1.0)
-        if not 0 < self.eps < math.inf:
-            raise ValueError(f"`eps` must be > 0 and finite, got {self.eps}.")
-        if self.moment_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"`moment_dtype` must be float32 or bfloat16, got {self.moment_dtype}."
-            )
-        if self.moment_dtype == torch.bfloat16 and max(self.betas) > 1 - _LEAST_BF16_DECAY:
-            raise ValueError(
-                f"`betas` must be at most 1 - 2^-8 with bfloat16 moments, got {self.betas}: a "
-                "moment that changes by less a step is rounded back; use float32 moments."
-            )
+    def check(self, devices: Iterable[torch.device]) -> None:
+        """Raise for what cannot be.
 
-    def moments(self) -> dict[str, torch.dtype]:
-        """Return the dtype of each moment, by its name in a checkpoint."""
-        return {EXP_AVG: self.moment_dtype, EXP_AVG_SQ: self.moment_dtype}
+        Args:
+            devices: those of the parameters.
+
+        Raises:
+            TypeError: `betas` are not two numbers, or `eps` is none.
+            ValueError: a number out of range, BF16 moments that would stand still, or "triton" on
+                a device that cannot run it.
+            RuntimeError: "triton" without triton.
+        """
+        require_impl(self.impl)
+        for device in devices:
+            runs_kernel(self.impl, device)
+        require_betas(self.betas)
+        if not 0 < require_number("eps", self.eps) < math.inf:
+            raise ValueError(f"`eps` must be > 0 and finite, got {self.eps}.")
+        require_moment_dtype(self.moment_dtype, "betas", *self.betas)
+
+    def options(self) -> dict[str, object]:
+        """Return what must be the same on all replicas, by name."""
+        return asdict(self)
+
+    def plan(self, parameter: nn.Parameter, group: ReplicaGroup, min_shard_numel: int) -> Plan:
+        """Return what is kept of a parameter: both moments, of equal ranges of it."""
+        ranges = equal_ranges(parameter.numel(), group.size, min_shard_numel)
+        return Plan(ranges, {EXP_AVG: self.moment_dtype, EXP_AVG_SQ: self.moment_dtype})
 
     def corrections(self, num_steps: torch.Tensor) -> Corrections:
         """Return the corrections of the step that makes the count `num_steps`, 0-d int64."""
@@ -96,10 +100,19 @@ class _Rates:
     keep: float
 
 
+RateKey = tuple[torch.device, float, float]
+"""What decides the rates of a state: its device, and its factors of `lr` and `weight_decay`."""
+
+# Of what the kernel reads and writes; other floating dtypes are plain torch's.
+_KERNEL_WEIGHTS = {torch.float32, torch.bfloat16, torch.float16}
+_KERNEL_GRADS = {torch.float64, *_KERNEL_WEIGHTS}
+
+
 class AdamWUpdate:
     """The update of many parameters' states, in place.
 
-    With the kernel there is one launch for all that share device, rates, dtypes and alignment.
+    With the kernel there is one launch for all that share device, rates, dtypes and alignment, and
+    what it reads is looked up once and not in every step: see `forget_places`.
 
     Args:
         rule: the constants.
@@ -107,13 +120,17 @@ class AdamWUpdate:
 
     def __init__(self, rule: AdamWRule) -> None:
         self._rule = rule
-        # Where the kernel's lines are, by device and factors of the rates.
-        self._tables: dict[tuple[torch.device, float, float], dict[Hashable, Any]] = {}
+        # What has been looked up; None: nothing. The kernel's lines are in tables on the device.
+        self._plain: dict[RateKey, list[TensorState]] | None = None
+        self._tables: dict[RateKey, Any] = {}
+
+    def forget_places(self) -> None:
+        """Hear that a gradient or a parameter is no longer where the last update found it."""
+        self._plain = None
 
     def update(
         self,
         states: Sequence[TensorState],
-        grads: Sequence[torch.Tensor],
         num_steps: torch.Tensor,
         *,
         lr: float,
@@ -124,25 +141,16 @@ class AdamWUpdate:
         """Update main weights and moments, and write the weights into the parameters.
 
         Args:
-            states: with the moments `exp_avg` and `exp_avg_sq`.
-            grads: (length,) each, any floating dtype.
+            states: with the moments `exp_avg` and `exp_avg_sq`, the same at every call.
             num_steps: 0-d int64, this step included.
             lr: learning rate, of which each state has a factor.
             weight_decay: likewise, a rate.
             grad_scale: 0-d factor of the gradients, or None.
             skip: 0-d bool; where True nothing changes a bit. None: False.
         """
-        together: dict[tuple[torch.device, float, float], list[Tensors]] = {}
-        for state, grad in zip(states, grads, strict=True):
-            if state.main.numel():
-                tensors = (
-                    *(state.main, grad, state.moments[EXP_AVG], state.moments[EXP_AVG_SQ]),
-                    state.slice_of(state.parameter),
-                )
-                key = (state.main.device, state.lr_scale, state.decay)
-                together.setdefault(key, []).append(tensors)
+        plain = self._look_up(states) if self._plain is None else self._plain
         corrections = self._rule.corrections(num_steps)
-        for key, lines in together.items():
+        for key in self._tables | plain:
             device, lr_scale, decay = key
             rates = _Rates(
                 minus_rate=(-(lr * lr_scale) / corrections.mean).to(device, torch.float32),
@@ -151,22 +159,55 @@ class AdamWUpdate:
                 skip=None if skip is None else skip.to(device),
                 keep=1 - lr * lr_scale * (weight_decay * decay),
             )
-            if runs_kernel(self._rule.impl, device):
-                self._launch(lines, rates, self._tables.setdefault(key, {}))
-            else:
-                for line in lines:
-                    _update(line, rates, self._rule)
+            if key in self._tables:
+                self._launch(self._tables[key], rates)
+            for state in plain.get(key, ()):
+                _update(_tensors(state), rates, self._rule)
 
-    def _launch(self, lines: list[Tensors], rates: _Rates, tables: dict[Hashable, Any]) -> None:
-        from ._triton.adamw import Line, adamw
+    def _look_up(self, states: Sequence[TensorState]) -> dict[RateKey, list[TensorState]]:
+        """Make the tables of what the kernel updates; return the other states."""
+        plain: dict[RateKey, list[TensorState]] = {}
+        lines: dict[RateKey, list[Tensors]] = {}
+        for state in states:
+            if not state.main.numel():
+                continue
+            key = (state.main.device, state.lr_scale, state.decay)
+            if runs_kernel(self._rule.impl, state.main.device, _why_not_these(state)):
+                lines.setdefault(key, []).append(_tensors(state))
+            else:
+                plain.setdefault(key, []).append(state)
+        self._tables = {}
+        if lines:
+            from ._triton.adamw import Line, tabulate
+
+            self._tables = {
+                key: tabulate([Line(*line) for line in each]) for key, each in lines.items()
+            }
+        self._plain = plain
+        return plain
+
+    def _launch(self, tables: Any, rates: _Rates) -> None:
+        from ._triton.adamw import adamw
 
         adamw(
-            *([Line(*line) for line in lines], tables),
-            *(rates.minus_rate, rates.root_correction, rates.grad_scale, rates.skip),
+            *(tables, rates.minus_rate, rates.root_correction, rates.grad_scale, rates.skip),
             betas=self._rule.betas,
             eps=self._rule.eps,
             keep=rates.keep,
         )
+
+
+def _tensors(state: TensorState) -> Tensors:
+    moments = state.moments[EXP_AVG], state.moments[EXP_AVG_SQ]
+    return (state.main, state.grad(), *moments, state.slice_of(state.parameter))
+
+
+def _why_not_these(state: TensorState) -> str | None:
+    """Say why the kernel cannot take the dtypes of a state, or return None when it can."""
+    weight, grad = state.parameter.dtype, state.grad().dtype
+    if weight in _KERNEL_WEIGHTS and grad in _KERNEL_GRADS:
+        return None
+    return f"takes no weight of {weight} with a gradient of {grad}, as `{state.name}` has"
 
 
 def _update(line: Tensors, rates: _Rates, rule: AdamWRule) -> None:

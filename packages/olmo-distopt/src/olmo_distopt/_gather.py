@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._buckets import fill_buckets
+from ._bucket_order import fill_buckets
+from ._collective import start_gather
 from ._tensor_state import TensorState
 
 
@@ -53,11 +54,9 @@ class Gather:
             self._received = line.view(size, -1)
         self._sent = sent
         # As bytes: a gather needs no arithmetic, and not every backend knows every dtype.
-        self._work = dist.all_gather_into_tensor(
-            line.view(torch.uint8),
-            sent.view(torch.uint8),
-            group=self._group.process_group,
-            async_op=True,
+        assert self._group.process_group is not None, "a cut parameter has other replicas"
+        self._work = start_gather(
+            line.view(torch.uint8), sent.view(torch.uint8), self._group.process_group
         )
 
     def finish(self) -> None:
@@ -70,19 +69,18 @@ class Gather:
         self._work = self._received = self._sent = None
 
     def _write(self, received: torch.Tensor) -> None:
+        wholes = [state.parameter.detach().view(-1) for state in self.states]
         if self._equal:
             pieces = received.split([state.own.length for state in self.states], dim=1)
-            for state, piece in zip(self.states, pieces, strict=True):
-                state.parameter.detach().view(self._group.size, -1).copy_(piece)
+            wholes = [whole.view(self._group.size, -1) for whole in wholes]
+            torch._foreach_copy_(wholes, list(pieces))
             return
         for rank, line in enumerate(received):
-            position = 0
-            for state in self.states:
-                assert state.ranges is not None, "only cut parameters are gathered"
-                first, length = state.ranges[rank]
-                whole = state.parameter.detach().view(-1)
-                whole.narrow(0, first, length).copy_(line.narrow(0, position, length))
-                position += length
+            ranges = [state.ranges[rank] for state in self.states if state.ranges is not None]
+            lengths = [held.length for held in ranges]
+            pieces = line.narrow(0, 0, sum(lengths)).split(lengths)
+            into = [whole.narrow(0, *held) for whole, held in zip(wholes, ranges, strict=True)]
+            torch._foreach_copy_(into, list(pieces))
 
 
 def plan_gathers(states: Sequence[TensorState], bucket_bytes: int) -> list[Gather]:

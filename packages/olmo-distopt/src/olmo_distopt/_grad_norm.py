@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ._arguments import require_positive, require_zero_d
 from ._collective import collective_device, is_together
 from ._groups import ReplicaGroups
 from ._parameters import main_grad, scattered_range, trainable
@@ -30,7 +31,7 @@ from ._parameters import main_grad, scattered_range, trainable
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Elements converted to FP64 at a time: 128 MiB.
+# Elements that a CPU converts to FP64 at a time: 128 MiB.
 _PIECE = 2**24
 
 
@@ -60,7 +61,9 @@ def global_grad_norm(
 
     Raises:
         ValueError: `norm_type` is neither, or a parameter has no `main_grad`.
+        RuntimeError: gradients are not reduced.
     """
+    _require_norm_type(norm_type)
     grads, counted = _gradients(named_parameters, replica_groups)
     return _norm(grads, counted, norm_type, group).float()
 
@@ -93,15 +96,16 @@ def clip_grad_norm(
     Raises:
         ValueError: `max_norm` is not above 0, or as in `global_grad_norm`.
     """
-    if not max_norm > 0:
-        raise ValueError(
-            f"`max_norm` must be > 0, got {max_norm}; use `global_grad_norm` to measure only."
-        )
+    require_positive("max_norm", max_norm)
+    _require_norm_type(norm_type)
     grads, counted = _gradients(named_parameters, replica_groups)
     norm = _norm(grads, counted, norm_type, group)
     factor = _factor(norm, max_norm)
+    together: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in grads:
-        grad.mul_(factor.to(grad.device, grad.dtype))
+        together.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, dtype), each in together.items():
+        torch._foreach_mul_(each, factor.to(device, dtype))
     return norm.float()
 
 
@@ -116,11 +120,17 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
         `max_norm / norm` where the norm is finite and above `max_norm`, else 1; 0-d float32.
 
     Raises:
+        TypeError: `norm` is no tensor, or `max_norm` no number.
         ValueError: `max_norm` is not above 0.
     """
-    if not max_norm > 0:
-        raise ValueError(f"`max_norm` must be > 0, got {max_norm}.")
+    require_zero_d("norm", norm)
+    require_positive("max_norm", max_norm)
     return _factor(norm.double(), max_norm).float()
+
+
+def _require_norm_type(norm_type: float) -> None:
+    if norm_type not in (2.0, math.inf):
+        raise ValueError(f"`norm_type` must be 2.0 or `math.inf`, got {norm_type}.")
 
 
 def _factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -151,12 +161,10 @@ def _norm(
     group: ProcessGroup | None,
 ) -> torch.Tensor:
     """Return the norm as 0-d float64."""
-    if norm_type not in (2.0, math.inf):
-        raise ValueError(f"`norm_type` must be 2.0 or `math.inf`, got {norm_type}.")
     device = collective_device(grads, group)
     zero = torch.zeros((), dtype=torch.float64, device=device)
     if norm_type == 2.0:
-        total = sum((_sum_of_squares(grad).to(device) for grad in counted), zero)
+        total = _sum_of_squares(counted, zero)
         if is_together():
             dist.all_reduce(total, group=group)
         return total.sqrt()
@@ -169,6 +177,14 @@ def _norm(
     return torch.where(pair[1] > 0, math.nan, pair[0])
 
 
-def _sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
-    pieces = [piece.double().square().sum() for piece in grad.flatten().split(_PIECE)]
-    return torch.stack(pieces).sum()
+def _sum_of_squares(grads: list[torch.Tensor], zero: torch.Tensor) -> torch.Tensor:
+    """Return the sum over all elements of all tensors, added to `zero`, a 0-d float64."""
+    pieces: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads:
+        cut = grad.flatten().split(_PIECE) if grad.numel() > _PIECE else (grad,)
+        pieces.setdefault(grad.device, []).extend(cut)
+    for each in pieces.values():
+        # Few launches for many tensors; the squares of the roots are off by bits of FP64.
+        norms = torch.stack(torch._foreach_norm(each, 2.0, dtype=torch.float64))
+        zero = zero + norms.square().sum().to(zero.device)
+    return zero

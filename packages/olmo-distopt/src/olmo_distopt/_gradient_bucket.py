@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ._collective import start_scatter
 from ._groups import ReplicaGroup
 from ._partition import Range
 
@@ -78,7 +79,7 @@ class GradientBucket:
                 here.wait_stream(stream)
             self._streams.clear()
         size, process_group = self.group.size, self.group.process_group
-        if size == 1 or self.flat.numel() == 0:
+        if process_group is None or size == 1 or self.flat.numel() == 0:
             return
         if self._ranges is None:
             self._work = dist.all_reduce(self.flat, group=process_group, async_op=True)
@@ -88,9 +89,7 @@ class GradientBucket:
         else:
             self._sent = torch.cat([line.view(size, -1) for line in self._lines], dim=1).view(-1)
         self._received = self.flat.new_empty(self.flat.numel() // size)
-        self._work = dist.reduce_scatter_tensor(
-            self._received, self._sent, group=process_group, async_op=True
-        )
+        self._work = start_scatter(self._received, self._sent, process_group)
 
     def finish(self) -> None:
         """Make the current stream wait for the reduction; the sums are then in the line."""
@@ -106,8 +105,7 @@ class GradientBucket:
     def divide(self, divisor: torch.Tensor) -> None:
         """Divide the sums by a 0-d tensor of any device and dtype."""
         divisor = divisor.to(self.flat.device, self.flat.dtype)
-        for line in [self.flat] if self._ranges is None else self._own_lines():
-            line.div_(divisor)
+        torch._foreach_div_([self.flat] if self._ranges is None else self._own_lines(), divisor)
 
     def _own_lines(self) -> list[torch.Tensor]:
         ranges = self._ranges or []

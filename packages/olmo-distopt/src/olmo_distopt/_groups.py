@@ -12,9 +12,8 @@ belongs to and in whichever order it was told of them.
 
 from __future__ import annotations
 
-import hashlib
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._checksum import checksum
-
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,34 +61,20 @@ class ReplicaGroup:
         dist.all_gather(every, mine, group=self.process_group)
         return [each.cpu() for each in every]
 
-    def differing(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-        """Return the names of the parameters whose bits are not the same on every process.
-
-        One all-reduce of two integers a parameter, and one read from the device.
-
-        Args:
-            parameters: the same names, shapes and dtypes on every process of the group.
-        """
-        if self.size == 1 or not parameters:
-            return []
-        device = parameters[0][1].device
-        sums = torch.stack([checksum(parameter).to(device) for _, parameter in parameters])
-        # The largest of ~x is ~ of the smallest x: both ends by one maximum.
-        ends = torch.stack([sums, ~sums])
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.process_group)
-        differs = (ends[0] != ~ends[1]).tolist()
-        return [name for (name, _), apart in zip(parameters, differs, strict=True) if apart]
-
 
 class ReplicaGroups:
     """Names the replica group of every parameter.
 
     Args:
-        groups: process group by name. None: this process alone holds the parameters of the group.
+        groups: process group by name. None: this process alone holds the parameters of the group;
+            `dist.group.WORLD` is None as long as torch.distributed is not initialised.
             Every process uses the same names; the members behind a name differ from process to
             process (each expert-parallel rank has its own expert replicas).
         assign: `(global name, parameter) -> group name`. Must give a parameter the same answer on
             every process. A weight tied across pipeline stages belongs to a group that spans them.
+
+    Raises:
+        TypeError: `groups` is no mapping to process groups, or `assign` no function.
 
     Example:
         ```python
@@ -109,6 +90,15 @@ class ReplicaGroups:
         groups: Mapping[str, ProcessGroup | None],
         assign: Callable[[str, nn.Parameter], str],
     ) -> None:
+        if not isinstance(groups, Mapping):
+            raise TypeError(
+                f"`groups` must be a mapping from names to process groups, got {groups!r}."
+            )
+        if not callable(assign):
+            raise TypeError(
+                "`assign` must be a function of (name, parameter) that returns the name of a "
+                f"group, got {assign!r}."
+            )
         self._groups = {name: _describe(name, groups[name]) for name in sorted(groups)}
         self._assign = assign
 
@@ -134,70 +124,21 @@ class ReplicaGroups:
             )
         return group
 
-    def require_agreement(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Raise on every member when the members of a group do not hold the same parameters.
-
-        One small collective for each group of two or more, also for a group whose parameters this
-        process lacks: a difference then raises here and does not hang in the first reduction.
-
-        Args:
-            parameters: `(global name, parameter)` in the order in which they will be reduced.
-
-        Raises:
-            ValueError: names, shapes, dtypes or their order differ.
-        """
-        held: dict[str, list[tuple[str, Sequence[int], str]]] = {name: [] for name in self._groups}
-        for name, parameter in parameters:
-            description = (name, tuple(parameter.shape), str(parameter.dtype))
-            held[self.of(name, parameter).name].append(description)
-        for group in self._groups.values():
-            if group.rank < 0:
-                continue
-            mine = hashlib.sha256(repr(held[group.name]).encode()).digest()
-            digests = group.gather_objects(mine)
-            different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-            if different:
-                raise ValueError(
-                    f"All {group.size} members of the replica group `{group.name}` must list the "
-                    "same parameters (name, shape, dtype) in the same order, but members "
-                    f"{different} differ from member 0. Member {group.rank}, this process, lists "
-                    f"{len(held[group.name])} parameters."
-                )
-
-    def require_equal_values(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Raise on every member of a group whose members hold different values of a parameter.
-
-        Compares an exact checksum of each parameter's bits. One small collective for each group of
-        two or more that holds a parameter here; one read from the device for each.
-
-        Args:
-            parameters: `(global name, parameter)`, contiguous, which passed `require_agreement`.
-
-        Raises:
-            ValueError: the bits of a parameter are not the same on all of its replicas.
-        """
-        held: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in self._groups}
-        for name, parameter in parameters:
-            held[self.of(name, parameter).name].append((name, parameter))
-        # Every group is asked before any raises: the members of a sound one do not wait in vain.
-        differing = {name: self._groups[name].differing(held[name]) for name in self._groups}
-        for group, names in differing.items():
-            if names:
-                shown = ", ".join(f"`{name}`" for name in names[:_NAMES_SHOWN])
-                more = len(names) - _NAMES_SHOWN
-                raise ValueError(
-                    f"All {self._groups[group].size} members of the replica group `{group}` must "
-                    f"hold the same values, but they differ in {len(names)} of "
-                    f"{len(held[group])} parameters: {shown}"
-                    + (f" and {more} more. " if more > 0 else ". ")
-                    + "Initialise the replicas from the same seed, or broadcast the parameters "
-                    "from one member to the others first."
-                )
+    def shared(self) -> list[ReplicaGroup]:
+        """Return the groups of two or more processes that this one is a member of, by name."""
+        return [group for group in self._groups.values() if group.rank >= 0 and group.size > 1]
 
 
 def _describe(name: str, process_group: ProcessGroup | None) -> ReplicaGroup:
     if process_group is None:
         return ReplicaGroup(name, None, size=1, rank=0)
+    is_group = isinstance(process_group, dist.ProcessGroup)
+    if not is_group and process_group != dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            f"The replica group `{name}` must be a process group, or None, got {process_group!r}; "
+            "make one with `torch.distributed.new_group(ranks)`, take a dimension of a device mesh "
+            "with `mesh.get_group(dimension)`."
+        )
     rank = dist.get_rank(process_group)
     size = dist.get_world_size(process_group) if rank >= 0 else 0
     return ReplicaGroup(name, process_group, size, rank)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from ._arguments import require_count, require_positive, require_zero_d
 from ._collective import is_together
 
 if TYPE_CHECKING:
@@ -59,14 +60,12 @@ class StepGuard:
         limit: float = 6.0,
         group: ProcessGroup | None = None,
     ) -> None:
-        if window < 2:
-            raise ValueError(f"`window` must be >= 2, got {window}.")
+        require_count("window", window, 2)
         if not 2 <= least_history <= window:
             raise ValueError(
                 f"`least_history` must be in [2, `window`={window}], got {least_history}."
             )
-        if not limit > 0:
-            raise ValueError(f"`limit` must be > 0, got {limit}.")
+        require_positive("limit", limit)
         self._least_history, self._limit, self._group = least_history, limit, group
         self._history = torch.full((2, window), math.nan, dtype=torch.float64)
         self._num_seen = torch.zeros(2, dtype=torch.int64)  # finite values of each number
@@ -87,11 +86,11 @@ class StepGuard:
             0-d bool on the device of `loss`, the same on every process: for `step(skip=...)`.
 
         Raises:
+            TypeError: `loss` or `norm` is no tensor.
             ValueError: `loss` or `norm` is not 0-d.
         """
-        for name, value in (("loss", loss), ("norm", norm)):
-            if value.ndim != 0:
-                raise ValueError(f"`{name}` must be 0-d, got shape {tuple(value.shape)}.")
+        require_zero_d("loss", loss)
+        require_zero_d("norm", norm)
         self._move_to(loss.device)
         values = torch.stack([loss.double(), norm.to(loss.device, torch.float64)])
         finite = values.isfinite()

@@ -81,6 +81,10 @@ def memory_report(
         replica_groups: those of the optimizer.
         optimizer: a `ShardedAdamW` or `ShardedMuon`; its state is not loading.
 
+    Raises:
+        ValueError: a parameter is not the optimizer's.
+        RuntimeError: its state is loading.
+
     Note:
         Counts storages, each once; what an allocator rounds up or keeps is not in it. Not counted
         either: activations, and the buffers of a collective while it runs.
@@ -91,6 +95,12 @@ def memory_report(
     for key, tensor in state.items():
         _, _, name = key.partition(".")
         state_bytes[name] = state_bytes.get(name, 0) + tensor.element_size()
+    strange = [name for name, _ in parameters if name not in state_bytes]
+    if strange:
+        raise ValueError(
+            f"`named_parameters` must be those of the optimizer, which has no {strange}; it keeps "
+            "those that required a gradient when it was made."
+        )
     grads = [vars(p)["main_grad"] for _, p in parameters if "main_grad" in vars(p)]
     numel = sum(parameter.numel() for _, parameter in parameters)
     sharded = sum(

@@ -1,10 +1,8 @@
 """Muon on whole matrices, each owned by one process of its replica group; AdamW for the rest.
 
-An orthogonalisation needs the whole matrix, so a matrix is never cut: one replica owns it, keeps
-its FP32 main weights and its momentum, updates it and sends it to the others. A stack of expert
-matrices is a batch whose matrices are shared out in contiguous runs; single matrices go, largest
-first, to the replica with the least work so far, by multiplications. What `matrices` does not
-choose is AdamW's, cut as `ShardedAdamW` cuts it.
+An orthogonalisation needs the whole matrix, so a matrix is never cut: one replica owns it
+(`_matrix_owners` says which), keeps its FP32 main weights and its momentum, updates it and sends it
+to the others. What `matrices` does not choose is AdamW's, cut as `ShardedAdamW` cuts it.
 
     B <- lerp(B, G, 1 - mu)      U = lerp(G, B, mu)      w <- (1 - lr wd) w - lr s O(U)
 
@@ -22,14 +20,17 @@ import torch
 from torch import nn
 
 from ._adamw_update import AdamWRule, AdamWUpdate, write
-from ._buckets import BUCKET_BYTES
+from ._arguments import require_count, require_range, require_rule
+from ._bucket_order import BUCKET_BYTES
 from ._flat_shard import Location
 from ._groups import ReplicaGroups
-from ._impl import Impl, runs_kernel
+from ._impl import Impl
+from ._matrix_owners import share_out
+from ._moments import require_moment_dtype
 from ._newton_schulz import orthogonalize, scale_to_unit
 from ._parameter_kinds import is_hidden_matrix
-from ._partition import MIN_SHARD_NUMEL, Range, equal_ranges
-from ._sharded_optimizer import Member, Rebuilt, ShardedOptimizer, require_range
+from ._partition import MIN_SHARD_NUMEL
+from ._sharded_optimizer import Member, Rebuilt, ShardedOptimizer
 from ._tensor_state import Plan, TensorState
 
 Scale = Literal["shape", "adamw_rms"]
@@ -48,7 +49,7 @@ class ShardedMuon(ShardedOptimizer):
             AdamW's too, times `lr_scale`: with `scale="adamw_rms"` one rate suits both.
         matrices: `(name, parameter) -> bool`, which parameters are Muon's. None:
             `is_hidden_matrix`.
-        momentum: in [0, 1).
+        momentum: in [0, 1); at most 1 - 2^-8 with BF16 moments.
         nesterov: whether the gradient is mixed in once more.
         num_iterations: Newton-Schulz iterations, >= 1.
         scale: of a matrix's update: "shape", `sqrt(max(1, rows / columns))`; or "adamw_rms",
@@ -64,7 +65,9 @@ class ShardedMuon(ShardedOptimizer):
         bucket_bytes: as in `ShardedAdamW`.
         locations: as in `ShardedAdamW`.
         after_rebuild: as in `ShardedAdamW`.
-        impl: as in `ShardedAdamW`, for what is AdamW's.
+        impl: as in `ShardedAdamW`; of Muon's own work the Newton-Schulz products have kernels, for
+            bfloat16 on compute capability 9.x. Theirs are the bits of torch's products there, up to
+            the order of sums.
 
     Raises:
         ValueError: as `ShardedAdamW`; a chosen parameter has not two or three dimensions;
@@ -102,38 +105,43 @@ class ShardedMuon(ShardedOptimizer):
         after_rebuild: Rebuilt | None = None,
         impl: Impl = "auto",
     ) -> None:
-        require_range("momentum", momentum, 0.0, 1.0)
-        if num_iterations < 1:
-            raise ValueError(f"`num_iterations` must be >= 1, got {num_iterations}.")
-        if scale not in get_args(Scale):
-            raise ValueError(f"`scale` must be one of {get_args(Scale)}, got {scale!r}.")
-        if product_dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"`product_dtype` must be bfloat16 or float32, got {product_dtype}.")
         rule = AdamWRule(betas=betas, eps=eps, moment_dtype=moment_dtype, impl=impl)
         self._adamw = AdamWUpdate(rule)
         self._momentum, self._nesterov, self._scale = momentum, nesterov, scale
         self._num_iterations, self._product_dtype = num_iterations, product_dtype
-        chosen = matrices or is_hidden_matrix
+        self._impl: Impl = impl
 
-        def plan(members: list[Member]) -> list[Plan]:
-            for _, parameter, _ in members:
-                runs_kernel(impl, parameter.device)
-            owned = [member for member in members if chosen(member[0], member[1])]
-            ranges = _share_out(owned)
+        def make_plans(members: list[Member]) -> list[Plan]:
+            require_range("momentum", momentum, 0.0, 1.0)
+            require_count("num_iterations", num_iterations, 1)
+            require_count("min_shard_numel", min_shard_numel, 0)
+            require_rule("matrices", matrices)
+            if scale not in get_args(Scale):
+                raise ValueError(f"`scale` must be one of {get_args(Scale)}, got {scale!r}.")
+            if product_dtype not in (torch.bfloat16, torch.float32):
+                raise ValueError(
+                    f"`product_dtype` must be bfloat16 or float32, got {product_dtype}."
+                )
+            require_moment_dtype(moment_dtype, "momentum", momentum)
+            rule.check({parameter.device for _, parameter, _ in members})
+            chosen = matrices or is_hidden_matrix
+            ranges = share_out([each for each in members if chosen(each[0], each[1])])
             return [
                 Plan(ranges[name], {MOMENTUM: moment_dtype})
                 if name in ranges
-                else Plan(
-                    equal_ranges(parameter.numel(), group.size, min_shard_numel),
-                    rule.moments(),
-                )
+                else rule.plan(parameter, group, min_shard_numel)
                 for name, parameter, group in members
             ]
 
         super().__init__(
             named_parameters,
             replica_groups,
-            plan,
+            make_plans,
+            {
+                **{"momentum": momentum, "nesterov": nesterov, "num_iterations": num_iterations},
+                **{"scale": scale, "product_dtype": product_dtype},
+                **{**rule.options(), "min_shard_numel": min_shard_numel},
+            },
             lr=lr,
             weight_decay=weight_decay,
             decay=decay,
@@ -144,40 +152,29 @@ class ShardedMuon(ShardedOptimizer):
         )
 
     def _update(
-        self,
-        grads: list[torch.Tensor],
-        lr: float,
-        grad_scale: torch.Tensor | None,
-        skip: torch.Tensor | None,
+        self, lr: float, grad_scale: torch.Tensor | None, skip: torch.Tensor | None
     ) -> None:
-        pairs = list(zip(self._states, grads, strict=True))
-        rest = [pair for pair in pairs if MOMENTUM not in pair[0].moments]
         self._adamw.update(
-            *([state for state, _ in rest], [grad for _, grad in rest], self._num_steps),
+            *([state for state in self._states if MOMENTUM not in state.moments], self._num_steps),
             lr=lr,
             weight_decay=self._weight_decay,
             grad_scale=grad_scale,
             skip=skip,
         )
-        owned: list[TensorState] = []
-        updates: list[torch.Tensor] = []
-        for state, grad in pairs:
-            if MOMENTUM in state.moments and state.main.numel():
-                owned.append(state)
-                updates.append(self._averaged(state, grad, grad_scale, skip))
-        directions = orthogonalize(updates, num_iterations=self._num_iterations)
+        owned = [each for each in self._states if MOMENTUM in each.moments and each.main.numel()]
+        updates = [self._averaged(state, grad_scale, skip) for state in owned]
+        directions = orthogonalize(updates, num_iterations=self._num_iterations, impl=self._impl)
         for state, direction in zip(owned, directions, strict=True):
             self._apply(state, direction, lr * state.lr_scale, skip)
 
+    def _forget_places(self) -> None:
+        self._adamw.forget_places()
+
     def _averaged(
-        self,
-        state: TensorState,
-        grad: torch.Tensor,
-        grad_scale: torch.Tensor | None,
-        skip: torch.Tensor | None,
+        self, state: TensorState, grad_scale: torch.Tensor | None, skip: torch.Tensor | None
     ) -> torch.Tensor:
         """Update the momentum; return (n, rows, columns) to orthogonalise, in `product_dtype`."""
-        grad = grad.float()
+        grad = state.grad().float()
         if grad_scale is not None:
             grad = grad * grad_scale.to(grad.device, torch.float32)
         buffer = state.moments[MOMENTUM]
@@ -204,43 +201,3 @@ class ShardedMuon(ShardedOptimizer):
         new.view_as(direction).add_(direction, alpha=-lr * factor)
         write((state.main,), (new,), skip)
         state.slice_of(state.parameter).copy_(state.main)
-
-
-def _share_out(members: list[Member]) -> dict[str, list[Range] | None]:
-    """Return the ranges of every matrix or stack by name: who owns what; None in a group of one."""
-    ranges: dict[str, list[Range] | None] = {}
-    work: dict[str, list[int]] = {}
-    for name, parameter, _ in members:
-        if parameter.ndim not in (2, 3):
-            raise ValueError(
-                f"Parameter `{name}` must be a matrix or a stack of matrices for Muon, got shape "
-                f"{tuple(parameter.shape)}; let `matrices` leave it to AdamW."
-            )
-    # Stacks first: their runs are given, and single matrices even out what they leave.
-    for name, parameter, group in sorted(
-        members, key=lambda m: (m[1].ndim == 2, -_multiplications(m[1]), m[0])
-    ):
-        size, numel = group.size, parameter.numel()
-        if size == 1 or numel == 0:
-            ranges[name] = None
-            continue
-        loads = work.setdefault(group.name, [0] * size)
-        num_matrices = parameter.shape[0] if parameter.ndim == 3 else 1
-        if num_matrices > 1:
-            ends = [rank * num_matrices // size for rank in range(size + 1)]
-        else:
-            owner = loads.index(min(loads))
-            ends = [int(rank > owner) for rank in range(size + 1)]
-        each = numel // num_matrices
-        ranges[name] = [
-            Range(ends[rank] * each, (ends[rank + 1] - ends[rank]) * each) for rank in range(size)
-        ]
-        for rank in range(size):
-            loads[rank] += (ends[rank + 1] - ends[rank]) * _multiplications(parameter)
-    return ranges
-
-
-def _multiplications(parameter: nn.Parameter) -> int:
-    """Return those of one matrix's smaller product."""
-    rows, columns = parameter.shape[-2:]
-    return rows * columns * min(rows, columns)

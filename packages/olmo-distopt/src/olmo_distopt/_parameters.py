@@ -1,6 +1,8 @@
 """Rules that the reducer, the optimizers and the norm share about lists of parameters."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from types import GeneratorType
 
 import torch
 from torch import nn
@@ -18,12 +20,14 @@ def trainable(
     does.
 
     Raises:
-        ValueError: a name or a parameter comes twice, or a parameter is not contiguous.
+        TypeError: what is listed are not pairs of a name and a parameter.
+        ValueError: a name or a parameter comes twice, a parameter is not contiguous or not of real
+            floating numbers, or a generator has been used up before.
     """
     names: set[str] = set()
     first_name: dict[nn.Parameter, str] = {}
     parameters: list[tuple[str, nn.Parameter]] = []
-    for name, parameter in named_parameters:
+    for name, parameter in listed_pairs(named_parameters):
         if name in names:
             raise ValueError(f"Each name must be listed once, got `{name}` twice.")
         if parameter in first_name:
@@ -35,6 +39,10 @@ def trainable(
         first_name[parameter] = name
         if not parameter.requires_grad:
             continue
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"Parameter `{name}` must be of a real floating dtype, got {parameter.dtype}."
+            )
         if not parameter.is_contiguous():
             raise ValueError(
                 f"Parameter `{name}` must be contiguous, got shape {tuple(parameter.shape)} with "
@@ -44,17 +52,84 @@ def trainable(
     return parameters
 
 
+def listed_pairs(named_parameters: Iterable[object]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the pairs that are listed, frozen parameters among them.
+
+    Raises:
+        TypeError: what is listed are not pairs of a name and a parameter.
+        ValueError: it is a generator that has been used up before.
+    """
+    form = "`named_parameters` must list (name, parameter), as `model.named_parameters()` does"
+    if isinstance(named_parameters, Mapping):
+        raise TypeError(f"{form}, got a mapping; give its `.items()`.")
+    if isinstance(named_parameters, nn.Module) or not isinstance(named_parameters, Iterable):
+        raise TypeError(f"{form}, got a {type(named_parameters).__name__}.")
+    if isinstance(named_parameters, GeneratorType) and named_parameters.gi_frame is None:
+        raise ValueError(
+            f"{form}, got a generator that has been used up; call `model.named_parameters()` once "
+            "more, or keep a list of it."
+        )
+    for pair in named_parameters:
+        match pair:
+            case (str() as name, nn.Parameter() as parameter):
+                yield name, parameter
+            case _:
+                raise TypeError(f"{form}, got {_words(pair)}.")
+
+
+def _words(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(_words(each) for each in value)})"
+    return f"a {type(value).__name__}"
+
+
+def require_own_memory(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise unless every parameter is a plain tensor that holds its elements, for itself alone.
+
+    Raises:
+        ValueError: one is on the meta device, two overlap in memory, or one is a tensor of another
+            kind, such as a `DTensor`, whose elements lie elsewhere.
+    """
+    places: list[tuple[str, int, int, str]] = []
+    for name, parameter in parameters:
+        if type(parameter.data) is not torch.Tensor:
+            raise ValueError(
+                f"Parameter `{name}` must be a plain tensor, got a "
+                f"{type(parameter.data).__name__}; replicas are told by `ReplicaGroups`, and no "
+                "other wrapper shards or replicates the model."
+            )
+        if parameter.is_meta:
+            raise ValueError(
+                f"Parameter `{name}` must hold values, but it is on the meta device; materialise "
+                "the model first, as with `model.to_empty(device=...)` and an initialisation."
+            )
+        first = parameter.data_ptr()
+        if parameter.numel():
+            places.append((str(parameter.device), first, first + parameter.nbytes, name))
+    places.sort()
+    for (device, _, end, name), (other_device, first, _, other) in pairwise(places):
+        if device == other_device and first < end:
+            raise ValueError(
+                f"Each parameter must have memory of its own, but `{name}` and `{other}` overlap; "
+                "tie weights by making them one `nn.Parameter`, listed under one name."
+            )
+
+
 def main_grad(name: str, parameter: nn.Parameter) -> torch.Tensor:
     """Return `parameter.main_grad`, the gradient summed over microbatches (and replicas).
 
     Raises:
         ValueError: there is none, or it has not the parameter's shape.
+        RuntimeError: its reducer has not reduced it.
     """
     gradient = vars(parameter).get("main_grad")
     if gradient is None:
         raise ValueError(
             f"Parameter `{name}` must have a `main_grad`; build a `GradientReducer` over it first."
         )
+    window = gradient_window(parameter)
+    if window is not None:
+        window.require_reduced()
     if gradient.shape != parameter.shape:
         raise ValueError(
             f"`main_grad` of `{name}` must have the parameter's shape {tuple(parameter.shape)}, "
@@ -70,3 +145,34 @@ def scattered_range(parameter: nn.Parameter) -> Range | None:
     scratch. The reducer says so in the attribute `main_grad_range`.
     """
     return vars(parameter).get("main_grad_range")
+
+
+class GradientWindow:
+    """Whether a reducer's gradients are summed, and may be used; one for all of its parameters.
+
+    Attributes:
+        is_reduced: False from `GradientReducer.zero()` on, True from `reduce()` on.
+    """
+
+    __slots__ = ("is_reduced",)
+
+    def __init__(self) -> None:
+        self.is_reduced = False
+
+    def require_reduced(self) -> None:
+        """Raise unless the gradients are summed.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        if not self.is_reduced:
+            raise RuntimeError(
+                "Gradients must be summed before they are measured, clipped or stepped with: call "
+                "`reduce()` of their `GradientReducer` after the backward passes, and `zero()` "
+                "only for the next ones."
+            )
+
+
+def gradient_window(parameter: nn.Parameter) -> GradientWindow | None:
+    """Return the window of the reducer that made `main_grad`, or None of one made by hand."""
+    return vars(parameter).get("main_grad_window")

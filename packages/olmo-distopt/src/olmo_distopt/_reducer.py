@@ -18,22 +18,25 @@ Shapes: a bucket is one line of elements; P elements of parameters in all cost `
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ._accumulate import accumulate
-from ._buckets import BUCKET_BYTES, fill_buckets
+from ._agreement import agree
+from ._arguments import require_count, require_positive, require_range, require_zero_d
+from ._bucket_order import BUCKET_BYTES, fill_buckets
 from ._collective import collective_device, is_together
 from ._gradient_bucket import GradientBucket
 from ._groups import ReplicaGroups
 from ._impl import Impl, require_impl, runs_kernel
-from ._parameters import trainable
+from ._parameters import GradientWindow, require_own_memory, trainable
 from ._partition import MIN_SHARD_NUMEL, equal_ranges
 
 if TYPE_CHECKING:
@@ -70,20 +73,24 @@ class GradientReducer:
             range, which `main_grad_range` names, and scratch elsewhere. Not for `ShardedMuon`.
         overlap: start reductions within backward. The sums have the same bits either way.
         min_shard_numel: for "reduce_scatter", as in `ShardedAdamW`.
-        impl: how gradients are added. "auto" is "reference", plain torch; "triton" needs CUDA.
+        impl: how gradients are added, with the same bits: "triton" on CUDA, "reference" in plain
+            torch. "auto" is "triton" on CUDA of compute capability 8.0 or newer, else "reference".
 
     Raises:
+        TypeError: an argument of another kind than those above.
         ValueError: an option is none of those above; a parameter is listed twice, is not
-            contiguous, holds a `.grad` or a `main_grad` already; or the members of a replica group
-            list different parameters.
+            contiguous, not of real floating numbers or without memory of its own, holds a `.grad`
+            or a `main_grad` already; or, on all members of a replica group, one was refused, or
+            they list different parameters or have different options.
         RuntimeError: "triton" without triton.
 
     Note:
         Every parameter gets the attribute `main_grad`, of its shape. A kernel may add to it itself
         and give autograd no gradient; see `gradient_added`. Buckets fill from the end of the list,
-        where backward begins; see `_buckets` for the order of the collectives. Nothing is read from
+        where backward begins; see `_bucket_order` for that of the collectives. Nothing is read from
         the device. An all-reduce needs no memory of its own, a reduce-scatter up to two copies of a
-        bucket. Members of a group must use the same options: these are not compared.
+        bucket. Members of a group must use the same options: construction is collective and
+        compares them, apart from `overlap` and `impl`, which change no bit.
     """
 
     def __init__(
@@ -98,23 +105,40 @@ class GradientReducer:
         min_shard_numel: int = MIN_SHARD_NUMEL,
         impl: Impl = "auto",
     ) -> None:
-        if accumulate_dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"`accumulate_dtype` must be float32 or float64, got {accumulate_dtype}: sums of "
-                "many gradients need more bits than one gradient."
-            )
-        if collective not in get_args(Collective):
-            raise ValueError(
-                f"`collective` must be one of {get_args(Collective)}, got {collective!r}."
-            )
-        require_impl(impl)
-        if impl == "triton" and accumulate_dtype != torch.float32:
-            raise ValueError("`impl='triton'` adds to float32, got `accumulate_dtype` float64.")
-        self._parameters = trainable(named_parameters)
-        for name, parameter in self._parameters:
-            _require_clean(name, parameter, accumulate_dtype)
-            runs_kernel(impl, parameter.device)
-        replica_groups.require_agreement(self._parameters)
+        def check() -> list[tuple[str, nn.Parameter]]:
+            if accumulate_dtype not in (torch.float32, torch.float64):
+                raise ValueError(
+                    f"`accumulate_dtype` must be float32 or float64, got {accumulate_dtype}: sums "
+                    "of many gradients need more bits than one gradient."
+                )
+            if collective not in get_args(Collective):
+                raise ValueError(
+                    f"`collective` must be one of {get_args(Collective)}, got {collective!r}."
+                )
+            require_positive("bucket_bytes", bucket_bytes)
+            require_count("min_shard_numel", min_shard_numel, 0)
+            require_impl(impl)
+            if impl == "triton" and accumulate_dtype != torch.float32:
+                raise ValueError("`impl='triton'` adds to float32, got `accumulate_dtype` float64.")
+            parameters = trainable(named_parameters)
+            require_own_memory(parameters)
+            for name, parameter in parameters:
+                _require_clean(name, parameter, accumulate_dtype)
+                runs_kernel(impl, parameter.device)
+            return parameters
+
+        self._parameters = agree(
+            replica_groups,
+            check,
+            lambda pair: (
+                replica_groups.of(*pair),
+                (pair[0], tuple(pair[1].shape), str(pair[1].dtype)),
+            ),
+            {
+                **{"bucket_bytes": bucket_bytes, "accumulate_dtype": accumulate_dtype},
+                **{"collective": collective, "min_shard_numel": min_shard_numel},
+            },
+        )
         self._impl: Impl = impl
         self._overlap, self._syncs = overlap, True
         self._buckets = _pack(
@@ -127,6 +151,9 @@ class GradientReducer:
         )
         self._name_of = {parameter: name for name, parameter in self._parameters}
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._window = GradientWindow()
+        for _, parameter in self._parameters:
+            vars(parameter)["main_grad_window"] = self._window
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._accumulate)
             for _, parameter in self._parameters
@@ -137,10 +164,11 @@ class GradientReducer:
         """Clear every bucket and open the next window.
 
         Raises:
-            RuntimeError: reductions of this window have begun within backward; `reduce()` ends
-                them on all replicas alike.
+            RuntimeError: the reducer is closed; or reductions of this window have begun within
+                backward, which `reduce()` ends on all replicas alike.
         """
-        if self._num_launched and not self._reduced:
+        self._require_not_closed("zero")
+        if self._num_launched and not self._window.is_reduced:
             raise RuntimeError(
                 "`zero()` must wait for `reduce()`: reductions of this window have begun within "
                 "backward, and other replicas wait for them."
@@ -206,20 +234,32 @@ class GradientReducer:
                 process alone.
 
         Raises:
+            TypeError: `num_tokens` is neither a number nor a tensor.
+            ValueError: it is a number below 0 or not finite, or not 0-d. Of a tensor that is below
+                0 or NaN nothing is read: every gradient of every process becomes NaN.
             RuntimeError: the window is already reduced, the reducer is closed, `no_sync()` is
                 active, or a gradient was put in `.grad` by other means than a backward pass.
         """
         self._require_reducible()
+        if num_tokens is not None:
+            _require_tokens(num_tokens)
         for bucket in self._buckets[self._num_launched :]:
             self._launch(bucket)
         for bucket in self._buckets:
             bucket.finish()
-        self._reduced = True
+        self._window.is_reduced = True
         if num_tokens is not None:  # also where there is no bucket: the others count on this one
             lines = [bucket.flat for bucket in self._buckets]
             total = _sum_tokens(num_tokens, token_group, collective_device(lines, token_group))
             for bucket in self._buckets:
                 bucket.divide(total)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled: the hooks belong to the parameters of one model."""
+        raise TypeError(
+            "A `GradientReducer` belongs to the parameters of one model and cannot be copied or "
+            "pickled; make one over the copy of a model."
+        )
 
     def close(self) -> None:
         """Remove the hooks and every `main_grad`; the parameters are as they were before."""
@@ -229,16 +269,17 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.finish()
         for _, parameter in self._parameters:
-            vars(parameter).pop("main_grad", None)
-            vars(parameter).pop("main_grad_range", None)
+            for attribute in ("main_grad", "main_grad_range", "main_grad_window"):
+                vars(parameter).pop(attribute, None)
         self._buckets = []
 
     def _open_window(self) -> None:
-        self._reduced = False
+        self._window.is_reduced = False
         self._num_launched = 0
         self._arrived: set[nn.Parameter] = set()
         self._said: set[nn.Parameter] = set()  # by a kernel, before autograd's own news
 
+    @torch.no_grad()  # also of a backward that makes a graph of itself
     def _accumulate(self, parameter: nn.Parameter) -> None:
         """Take one gradient from autograd, or the news that a backward left none."""
         if parameter.grad is None and parameter in self._said:
@@ -246,7 +287,15 @@ class GradientReducer:
             return
         self._require_open(parameter)
         if parameter.grad is not None:
-            accumulate(vars(parameter)["main_grad"], parameter.grad, self._impl)
+            main_grad, grad = vars(parameter)["main_grad"], parameter.grad
+            if grad.device != main_grad.device or grad.shape != main_grad.shape:
+                raise RuntimeError(
+                    f"The gradient of `{self._name_of[parameter]}` must have the shape "
+                    f"{tuple(main_grad.shape)} and the device {main_grad.device} of its "
+                    f"`main_grad`, got {tuple(grad.shape)} on {grad.device}; move a model first, "
+                    "then make its reducer and its optimizer."
+                )
+            accumulate(main_grad, grad, self._impl)
             parameter.grad = None
         self._note_arrival(parameter)
 
@@ -274,7 +323,7 @@ class GradientReducer:
         self._num_launched += 1
 
     def _require_open(self, parameter: nn.Parameter) -> None:
-        if self._reduced:
+        if self._window.is_reduced:
             raise RuntimeError(
                 "A gradient arrived after `reduce()`; call `zero()` before the next backward."
             )
@@ -285,12 +334,15 @@ class GradientReducer:
                 "may have begun. Put all backward passes but its last into `no_sync()`."
             )
 
-    def _require_reducible(self) -> None:
+    def _require_not_closed(self, method: str) -> None:
         if not self._hooks and self._parameters:
-            raise RuntimeError("`reduce()` was called on a closed `GradientReducer`.")
+            raise RuntimeError(f"`{method}()` was called on a closed `GradientReducer`.")
+
+    def _require_reducible(self) -> None:
+        self._require_not_closed("reduce")
         if not self._syncs:
             raise RuntimeError("`reduce()` must be called outside of `no_sync()`.")
-        if self._reduced:
+        if self._window.is_reduced:
             raise RuntimeError(
                 "`reduce()` must be called once a window; call `zero()` before the next one. A "
                 "second sum would multiply the gradients by the size of their groups."
@@ -307,7 +359,8 @@ def _require_clean(name: str, parameter: nn.Parameter, accumulate_dtype: torch.d
     if parameter.grad is not None or "main_grad" in vars(parameter):
         raise ValueError(
             f"Parameter `{name}` must hold no gradient yet, got one in `.grad` or "
-            "`.main_grad`; set `.grad = None` and close the reducer it had."
+            "`.main_grad`; set `.grad = None` and close the reducer it had, or, of a model that "
+            "was pickled, `del` its `.main_grad`."
         )
     if parameter.dtype.itemsize > accumulate_dtype.itemsize:
         raise ValueError(
@@ -349,14 +402,22 @@ def _pack(
     return packed
 
 
+def _require_tokens(num_tokens: object) -> None:
+    if isinstance(num_tokens, torch.Tensor):
+        require_zero_d("num_tokens", num_tokens)
+    else:
+        require_range("num_tokens", num_tokens, 0.0, math.inf)
+
+
 def _sum_tokens(
     num_tokens: torch.Tensor | float, group: ProcessGroup | None, device: torch.device
 ) -> torch.Tensor:
-    """Return the number of tokens of all processes, at least 1, a 0-d float64."""
+    """Return the number of tokens of all processes, a 0-d float64: 1 for 0, NaN for no number."""
     if isinstance(num_tokens, torch.Tensor):
-        total = num_tokens.detach().to(device, torch.float64, copy=True).reshape(())
+        total = num_tokens.detach().to(device, torch.float64, copy=True)
+        total = torch.where(total >= 0, total, math.nan)
     else:
         total = torch.full((), float(num_tokens), dtype=torch.float64, device=device)
     if is_together():
         dist.all_reduce(total, group=group)
-    return torch.where(total > 0, total, 1.0)
+    return torch.where(total == 0, 1.0, total)

@@ -14,29 +14,43 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import nn
 
+from ._agreement import agree, require_equal_values
+from ._arguments import require_positive, require_range, require_rule, require_zero_d
 from ._decay import decays_matrices
 from ._flat_shard import FlatShard, Location
 from ._gather import Gather, plan_gathers
 from ._groups import ReplicaGroup, ReplicaGroups
-from ._parameters import trainable
-from ._tensor_state import Plan, TensorState, new_state
+from ._parameters import (
+    GradientWindow,
+    gradient_window,
+    listed_pairs,
+    require_own_memory,
+    trainable,
+)
+from ._tensor_state import Plan, StatePlan, TensorState
 
 Member = tuple[str, nn.Parameter, ReplicaGroup]
 Rebuilt = Callable[[Sequence[tuple[str, nn.Parameter]]], None]
 
 
 class ShardedOptimizer(ABC):
-    """State cut over replica groups; a subclass says how and gives the update."""
+    """State cut over replica groups; a subclass says how and gives the update.
+
+    A subclass passes on `make_plans`, which checks its own arguments and says what is kept of each
+    parameter, and `options`: its arguments that must be the same on all replicas, by name.
+    """
 
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         replica_groups: ReplicaGroups,
-        plan: Callable[[list[Member]], list[Plan]],
+        make_plans: Callable[[list[Member]], list[Plan]],
+        options: Mapping[str, object],
         *,
         lr: float,
         weight_decay: float,
@@ -46,50 +60,67 @@ class ShardedOptimizer(ABC):
         bucket_bytes: int,
         after_rebuild: Rebuilt | None,
     ) -> None:
-        require_range("lr", lr, 0.0, math.inf)
-        require_range("weight_decay", weight_decay, 0.0, math.inf)
-        if bucket_bytes <= 0:
-            raise ValueError(f"`bucket_bytes` must be > 0, got {bucket_bytes}.")
-        listed = list(named_parameters)
-        parameters = trainable(listed)
-        locations = locations or {}
-        unlisted = sorted(set(locations) - {name for name, _ in listed})
-        if unlisted:
-            raise ValueError(f"`locations` must name listed parameters, got {unlisted}.")
-        factors = {
-            name: (
-                float((decay or decays_matrices)(name, parameter)),
-                1.0 if lr_scale is None else float(lr_scale(name, parameter)),
-            )
-            for name, parameter in parameters
-        }
-        for name, (decay_factor, lr_factor) in factors.items():
-            require_range(f"decay({name!r})", decay_factor, 0.0, math.inf)
-            require_range(f"lr_scale({name!r})", lr_factor, 0.0, math.inf)
-        replica_groups.require_agreement(parameters)
-        replica_groups.require_equal_values(parameters)
+        # Everything is checked on every process, then agreed, and only then is anything kept.
+        def check() -> list[StatePlan]:
+            require_range("lr", lr, 0.0, math.inf)
+            require_range("weight_decay", weight_decay, 0.0, math.inf)
+            require_positive("bucket_bytes", bucket_bytes)
+            if after_rebuild is not None and not callable(after_rebuild):
+                raise TypeError(f"`after_rebuild` must be a function, got {after_rebuild!r}.")
+            require_rule("decay", decay)
+            require_rule("lr_scale", lr_scale)
+            listed = list(listed_pairs(named_parameters))
+            parameters = trainable(listed)
+            require_own_memory(parameters)
+            names = {name for name, _ in listed}
+            unlisted = sorted(set(locations or {}) - names)
+            if unlisted:
+                raise ValueError(f"`locations` must name listed parameters, got {unlisted}.")
+            members = [(name, p, replica_groups.of(name, p)) for name, p in parameters]
+            return [
+                StatePlan(
+                    name=name,
+                    parameter=parameter,
+                    group=group,
+                    plan=plan,
+                    decay=_factor("decay", decay or decays_matrices, name, parameter),
+                    lr_scale=_factor("lr_scale", lr_scale or _same_for_all, name, parameter),
+                    location=(locations or {}).get(name),
+                )
+                for (name, parameter, group), plan in zip(members, make_plans(members), strict=True)
+            ]
+
+        common = {"lr": lr, "weight_decay": weight_decay, "bucket_bytes": bucket_bytes}
+        plans = agree(
+            replica_groups,
+            check,
+            lambda plan: (plan.group, plan.described()),
+            {"optimizer": type(self).__name__, **common, **options},
+        )
+        require_equal_values(replica_groups, [(plan.name, plan.parameter) for plan in plans])
         self.lr = lr
-        self._weight_decay = weight_decay
+        self._weight_decay = float(weight_decay)
         self._replica_groups, self._bucket_bytes = replica_groups, bucket_bytes
-        members = [(name, p, replica_groups.of(name, p)) for name, p in parameters]
-        self._states = [
-            new_state(
-                *(name, parameter, group, each),
-                decay=factors[name][0],
-                lr_scale=factors[name][1],
-                location=locations.get(name),
-            )
-            for (name, parameter, group), each in zip(members, plan(members), strict=True)
-        ]
+        self._states = [plan.make_state() for plan in plans]
         self._groups = sorted({state.group for state in self._states}, key=lambda group: group.name)
         device = self._states[0].main.device if self._states else None
         self._num_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._after_rebuild = after_rebuild
+        self._places: list[tuple[object, ...]] = []
+        self._windows: set[GradientWindow] = set()
         self._gathers: list[Gather] = []
         self._gather_dtypes: list[torch.dtype] = []
         self._pending: list[Gather] = []
         self._awaited_later: set[nn.Parameter] = set()
         self._loading = False
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled: a copy would update parameters that no model reads."""
+        raise TypeError(
+            f"A `{type(self).__name__}` belongs to the parameters of one model and cannot be "
+            "copied or pickled; save `state_dict()` with torch.distributed.checkpoint, and make "
+            "an optimizer over the copy of a model."
+        )
 
     @property
     def num_steps(self) -> int:
@@ -115,26 +146,26 @@ class ShardedOptimizer(ABC):
                 its device.
 
         Raises:
+            TypeError: `lr` is no number, `grad_scale` or `skip` no tensor.
             ValueError: `lr` is out of range, `grad_scale` or `skip` is not 0-d (or `skip` not
-                bool), or a parameter has no `main_grad`, or holds its sum elsewhere.
-            RuntimeError: loading has begun and not finished.
+                bool), a parameter has no `main_grad`, or holds its sum elsewhere, or has moved.
+            RuntimeError: gradients are not reduced; loading has begun and not finished.
         """
         self._require_loaded("step")
-        lr = self.lr if lr is None else lr
-        require_range("lr", lr, 0.0, math.inf)
-        if grad_scale is not None and grad_scale.ndim != 0:
-            raise ValueError(f"`grad_scale` must be 0-d, got shape {tuple(grad_scale.shape)}.")
-        if skip is not None and (skip.ndim != 0 or skip.dtype != torch.bool):
-            raise ValueError(
-                f"`skip` must be 0-d and bool, got {tuple(skip.shape)} and {skip.dtype}."
-            )
-        grads = [state.grad() for state in self._states]
+        lr = require_range("lr", self.lr if lr is None else lr, 0.0, math.inf)
+        if grad_scale is not None:
+            require_zero_d("grad_scale", grad_scale)
+        if skip is not None:
+            require_zero_d("skip", skip)
+            if skip.dtype != torch.bool:
+                raise ValueError(f"`skip` must be bool, got {skip.dtype}.")
+        self._require_gradients()
         self.wait()
         if skip is None:
             self._num_steps += 1
         else:
             self._num_steps += (~skip).to(self._num_steps.device, torch.int64)
-        self._update(grads, lr, grad_scale, skip)
+        self._update(lr, grad_scale, skip)
         self._rebuild()
 
     def wait(self) -> None:
@@ -155,10 +186,27 @@ class ShardedOptimizer(ABC):
             units: modules that read no parameters of each other, in order of their use: the blocks
                 of a transformer.
 
+        Raises:
+            TypeError: `units` does not list modules.
+            ValueError: a unit has no forward of its own, as a `ModuleList` has none, so that its
+                parameters would never be waited for.
+
         Note:
             Up to the parameters of all units are in flight at a time: bytes of the parameters that
             share a gather, on top of the model.
         """
+        if not isinstance(units, Iterable):
+            raise TypeError(f"`units` must list modules, got a {type(units).__name__} by itself.")
+        units = list(units)
+        for unit in units:
+            if not isinstance(unit, nn.Module):
+                raise TypeError(f"`units` must list modules, got a {type(unit).__name__}.")
+            if type(unit).forward is nn.Module.forward and "forward" not in vars(unit):
+                raise ValueError(
+                    "Each of `units` must be called in the forward pass, or its parameters are "
+                    f"never waited for, but a {type(unit).__name__} has no forward; list what it "
+                    "holds."
+                )
         for unit in units:
             parameters = set(unit.parameters())
             self._awaited_later |= parameters
@@ -245,8 +293,8 @@ class ShardedOptimizer(ABC):
             ValueError: replicas hold different values of a parameter; nothing is changed.
         """
         self.wait()
-        self._replica_groups.require_equal_values(
-            [(state.name, state.parameter) for state in self._states]
+        require_equal_values(
+            self._replica_groups, [(state.name, state.parameter) for state in self._states]
         )
         self._loading = False
         self._num_steps.zero_()
@@ -257,13 +305,27 @@ class ShardedOptimizer(ABC):
 
     @abstractmethod
     def _update(
-        self,
-        grads: list[torch.Tensor],
-        lr: float,
-        grad_scale: torch.Tensor | None,
-        skip: torch.Tensor | None,
+        self, lr: float, grad_scale: torch.Tensor | None, skip: torch.Tensor | None
     ) -> None:
         """Update every state from its gradient, and write main into its range of the parameter."""
+
+    @abstractmethod
+    def _forget_places(self) -> None:
+        """Hear that a gradient or a parameter is no longer where the last step found it."""
+
+    def _require_gradients(self) -> None:
+        """Check every gradient; only what has moved since the last step is looked at twice."""
+        places = [state.whereabouts() for state in self._states]
+        if places != self._places:
+            self._places = []
+            for state in self._states:
+                state.require_gradient()
+            windows = (gradient_window(state.parameter) for state in self._states)
+            self._windows = {window for window in windows if window is not None}
+            self._forget_places()
+            self._places = places
+        for window in self._windows:
+            window.require_reduced()
 
     def _labelled(self) -> dict[str, FlatShard | torch.Tensor]:
         state_dict: dict[str, FlatShard | torch.Tensor] = {"step": self._num_steps}
@@ -312,7 +374,11 @@ class ShardedOptimizer(ABC):
             self._after_rebuild([(state.name, state.parameter) for state in states])
 
 
-def require_range(name: str, value: float, low: float, high: float) -> None:
-    """Raise unless `low <= value < high`."""
-    if not low <= value < high:
-        raise ValueError(f"`{name}` must be in [{low:g}, {high:g}), got {value}.")
+def _same_for_all(name: str, parameter: nn.Parameter) -> float:
+    return 1.0
+
+
+def _factor(
+    rule: str, ask: Callable[[str, nn.Parameter], object], name: str, parameter: nn.Parameter
+) -> float:
+    return require_range(f"{rule}({name!r})", ask(name, parameter), 0.0, math.inf)

@@ -58,14 +58,43 @@ class TensorState:
         line = tensor.detach().view(-1)
         return line if self.ranges is None else line.narrow(0, *self.own)
 
-    def grad(self) -> torch.Tensor:
-        """Return the elements owned of `main_grad`.
+    def whereabouts(self) -> tuple[object, ...]:
+        """Return where a step finds the gradient and the parameter: equal as long as none moves.
+
+        Cheap, for it is asked of every parameter in every step: no tensor is made. The main weights
+        and the moments never move.
+        """
+        parameter, attributes = self.parameter, vars(self.parameter)
+        grad = attributes.get("main_grad")
+        if grad is None:
+            return ()
+        return (
+            *(grad.data_ptr(), grad.numel(), grad.dtype, grad.is_contiguous()),
+            *(parameter.data_ptr(), parameter.dtype),
+            *(attributes.get("main_grad_range"), attributes.get("main_grad_window")),
+        )
+
+    def require_gradient(self) -> None:
+        """Raise unless the parameter and the elements owned of its gradient can be stepped.
 
         Raises:
-            ValueError: there is none of the parameter's shape, or its sum over the replicas was
-                scattered in other ranges than those of this state.
+            ValueError: there is no contiguous `main_grad` of the parameter's shape on its device,
+                or its sum over the replicas was scattered in other ranges than those of this state;
+                or the parameter is no longer where its main weights are, or of their shape.
         """
-        grad, held = main_grad(self.name, self.parameter), scattered_range(self.parameter)
+        parameter, main = self.parameter, self.main
+        if parameter.device != main.device or not parameter.is_contiguous():
+            raise ValueError(
+                f"Parameter `{self.name}` must stay contiguous and on {main.device}, where its "
+                f"optimizer was made, got strides {parameter.stride()} on {parameter.device}; move "
+                "a model first, then make its reducer and its optimizer."
+            )
+        grad, held = main_grad(self.name, parameter), scattered_range(parameter)
+        if grad.device != main.device or not grad.is_contiguous():
+            raise ValueError(
+                f"`main_grad` of `{self.name}` must be contiguous and on {main.device}, got "
+                f"strides {grad.stride()} on {grad.device}."
+            )
         if held is not None and held != self.own:
             raise ValueError(
                 f"`main_grad` of `{self.name}` must hold the sum over the replicas in the elements "
@@ -73,7 +102,10 @@ class TensorState:
                 f"{_words(held)}. Give the reducer and the optimizer the same `min_shard_numel`, "
                 "or use `collective='all_reduce'` (always with `ShardedMuon`)."
             )
-        return self.slice_of(grad)
+
+    def grad(self) -> torch.Tensor:
+        """Return the elements owned of `main_grad`, which `require_gradient` has passed."""
+        return self.slice_of(main_grad(self.name, self.parameter))
 
     def labelled(self) -> dict[str, FlatShard]:
         """Return the tensors that a checkpoint holds, by key, as ranges of the global tensors."""
@@ -89,37 +121,56 @@ def _words(held: Range) -> str:
     return f"[{held.first}, {held.first + held.length})"
 
 
-def new_state(
-    name: str,
-    parameter: nn.Parameter,
-    group: ReplicaGroup,
-    plan: Plan,
-    *,
-    decay: float,
-    lr_scale: float,
-    location: Location | None,
-) -> TensorState:
-    """Keep what `plan` says: FP32 main weights from the parameter's values, moments of zeros."""
-    if not parameter.is_floating_point() or parameter.dtype.itemsize > 4:
-        raise ValueError(
-            f"Parameter `{name}` must be of a floating dtype of at most 32 bits, the precision of "
-            f"its main weight, got {parameter.dtype}."
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePlan:
+    """What will be kept of one parameter: checked, and nothing allocated."""
+
+    name: str
+    parameter: nn.Parameter
+    group: ReplicaGroup
+    plan: Plan
+    decay: float
+    lr_scale: float
+    location: Location | None
+
+    def __post_init__(self) -> None:
+        if self.parameter.dtype.itemsize > 4:
+            raise ValueError(
+                f"Parameter `{self.name}` must be of at most 32 bits, the precision of its main "
+                f"weight, got {self.parameter.dtype}."
+            )
+        self._global_line()
+
+    def described(self) -> tuple[object, ...]:
+        """Return what must be the same on all replicas."""
+        parameter, plan = self.parameter, self.plan
+        factors = (self.decay, self.lr_scale)
+        moments = sorted((kind, str(dtype)) for kind, dtype in plan.moments.items())
+        line = (tuple(parameter.shape), str(parameter.dtype), self._global_line())
+        return (self.name, *line, *factors, moments, plan.ranges)
+
+    def make_state(self) -> TensorState:
+        """Return FP32 main weights from the parameter's values, and moments of zeros."""
+        plan, numel = self.plan, self.parameter.numel()
+        flat_start, global_numel = self._global_line()
+        first, length = plan.ranges[self.group.rank] if plan.ranges is not None else (0, numel)
+        line = self.parameter.detach().view(-1).narrow(0, first, length)
+        main = line.to(torch.float32, copy=True)
+        return TensorState(
+            name=self.name,
+            parameter=self.parameter,
+            group=self.group,
+            ranges=plan.ranges,
+            decay=self.decay,
+            lr_scale=self.lr_scale,
+            global_first=flat_start + first,
+            global_numel=global_numel,
+            main=main,
+            moments={kind: torch.zeros_like(main, dtype=d) for kind, d in plan.moments.items()},
         )
-    numel = parameter.numel()
-    flat_start, global_numel = 0, numel
-    if location is not None:
-        flat_start, global_numel = location.flat_range(name, parameter.shape)
-    first, length = plan.ranges[group.rank] if plan.ranges is not None else (0, numel)
-    main = parameter.detach().view(-1).narrow(0, first, length).to(torch.float32, copy=True)
-    return TensorState(
-        name=name,
-        parameter=parameter,
-        group=group,
-        ranges=plan.ranges,
-        decay=decay,
-        lr_scale=lr_scale,
-        global_first=flat_start + first,
-        global_numel=global_numel,
-        main=main,
-        moments={kind: torch.zeros_like(main, dtype=d) for kind, d in plan.moments.items()},
-    )
+
+    def _global_line(self) -> tuple[int, int]:
+        """Return where the parameter starts in the flattened global tensor, and its length."""
+        if self.location is None:
+            return 0, self.parameter.numel()
+        return self.location.flat_range(self.name, self.parameter.shape)

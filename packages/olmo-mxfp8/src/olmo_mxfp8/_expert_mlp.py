@@ -33,9 +33,10 @@ from ._functional import (
     quantize_rows,
     weight_gradient,
 )
+from ._groups import Groups
 from ._matmul import read_groups
 from ._product_impl import ProductImpl
-from ._products import Groups, multiply_rows
+from ._products import multiply_rows
 from ._quantize import dequantize
 from ._recipe import DEFAULT_RECIPE, MXRecipe
 from ._swiglu import swiglu_quantize, swiglu_quantize_backward

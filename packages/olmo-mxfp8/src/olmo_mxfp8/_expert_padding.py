@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ._products import Groups
+from ._groups import Groups
 
 
 def padded_size(num_rows: int, num_experts: int, multiple: int) -> int:

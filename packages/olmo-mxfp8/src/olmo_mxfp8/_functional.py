@@ -11,7 +11,8 @@ The weight gradient contracts over tokens, where neither operand has scales. It 
 precision: `dy` as it arrived, and the copy of `x` that the forward multiplied, dequantised. Keeping
 that copy instead of `x` takes 33/32 bytes a value, and quantises nothing twice. A recipe may ask
 for `dw = q_R(dy)^T q_R(q_D(x))`, quantised along the rows of each expert; the copy of `x` serves
-there too, because requantising with other powers of two costs nothing (`test_accuracy.py`).
+there too, because requantising with other powers of two costs nothing (`test_accuracy.py`). With
+coarse scales Hopper's FP8 units multiply those codes (`_token_kernels.py`).
 
 Shapes: R rows, D input width, F output width, E experts.
 Source: OLMo-core 3 technical report, section 11 (equation 60); the E4M3 gradient default follows
@@ -27,13 +28,15 @@ from torch.autograd.function import once_differentiable
 from . import reference
 from ._expert_padding import pad_experts
 from ._formats import Element, check_source
+from ._groups import Groups
 from ._matmul import as_stack, read_groups, whole
 from ._product_impl import ProductImpl, pick_product
 from ._product_kernels import row_product
-from ._products import Groups, multiply_across_rows, multiply_rows, operand_dtype
+from ._products import multiply_across_rows, multiply_rows, operand_dtype
 from ._quantize import dequantize, quantize
 from ._recipe import DEFAULT_RECIPE, MXRecipe
 from ._tensor import MXTensor
+from ._token_kernels import multiply_across_tokens
 from ._uncompiled import uncompiled
 from ._weight_cache import WeightCache, check_weight, quantize_weight
 
@@ -209,7 +212,12 @@ def weight_gradient(
     impl: ProductImpl,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return `dw`, `(E, F, D)`, from the quantised rows, with the precision of the recipe."""
+    """Return `dw`, `(E, F, D)`, from the quantised rows, with the precision of the recipe.
+
+    MXFP8 is multiplied as such by "coarse" alone, and dequantised by every other implementation.
+    """
+    if recipe.weight_grad == "mxfp8" and impl == "coarse":
+        return multiply_across_tokens(dy_RF, rows, groups, recipe, dtype)
     operand = torch.float32 if impl == "reference" else operand_dtype(rows.device)
     x_RD = dequantize(rows, operand)
     if isinstance(dy_RF, MXTensor):

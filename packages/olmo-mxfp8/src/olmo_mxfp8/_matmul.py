@@ -10,7 +10,7 @@ implementations differ in where they multiply:
     reference    the dequantised operands, in float32, in plain torch
     dequantise   the same values in bfloat16, which holds them exactly, on any GPU's tensor cores
     coarse       the codes, on Hopper's FP8 units, where 128 values share a scale
-    native       the codes, on Blackwell's scaled units
+    native       the codes, on Blackwell's scaled units, by torch's product or a kernel of ours
 
 Shapes: M, R rows, N output features, K contraction, E experts.
 Source: OCP Microscaling Formats (MX) Specification 1.0, section 6.2 (the dot product).
@@ -18,8 +18,9 @@ Source: OCP Microscaling Formats (MX) Specification 1.0, section 6.2 (the dot pr
 
 import torch
 
+from ._groups import Groups
 from ._product_impl import ProductImpl, pick_product
-from ._products import Groups, multiply_rows
+from ._products import multiply_rows
 from ._tensor import MXTensor
 from ._uncompiled import uncompiled
 
@@ -78,11 +79,13 @@ def scaled_grouped_mm(
             capability 8.0 or newer. `"coarse"` multiplies the codes on FP8 tensor cores and adds in
             float32 after each 128 of K: compute capability 9.x, `a` of granularity 128, `b` of
             granularity `"128x128"`; it is within `2^-10 sum |a| |b|` of the exact sum. `"native"`
-            gives codes and scales to the scaled units of compute capability 10.x; it has been
-            compiled for those and never run. On a CPU, `"dequantise"` and `"coarse"` run in
-            Triton's interpreter alone. `"auto"` is the first of `"coarse"` and `"dequantise"` that
-            can run, on CUDA, because each reads the operands once and waits for nothing on the
-            host; and `"reference"` everywhere else.
+            gives codes and scales to the scaled units of compute capability 10.x, which nobody has
+            run yet: by torch's `scaled_grouped_mm` where this torch has it and it can (two e4m3
+            operands, bfloat16 out, N a multiple of 16, at least as many rows as experts), else by a
+            Triton kernel. On a CPU `"dequantise"` runs in Triton's interpreter alone, and
+            `"coarse"`, which needs triton 3.6 or newer, does not. `"auto"` is the first of `"coarse"` and `"dequantise"` that can run, on CUDA,
+            because each reads the operands once and waits for nothing on the host; and
+            `"reference"` everywhere else.
 
     Returns:
         `out_dtype`, `(R, N)`.

@@ -76,11 +76,16 @@ def _why_not(
                 "it needs rows with granularity=128 and weights with granularity='128x128', got "
                 f"{rows!r} and {weights!r}"
             )
-        return (
-            _product_kernels.why_not_generation(device.index, 9) if device.type == "cuda" else None
-        )
+        return _why_not_hopper(device)
     if impl == "native":
         if device.type != "cuda":
             return "Triton's interpreter has no scaled product"
         return _product_kernels.why_not_generation(device.index, 10)
     return None
+
+
+def _why_not_hopper(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "Triton's interpreter does not know Hopper's units"
+    generation = _product_kernels.why_not_generation(device.index, 9)
+    return generation or _product_kernels.why_not_gluon()

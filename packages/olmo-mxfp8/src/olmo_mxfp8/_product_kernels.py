@@ -3,16 +3,14 @@
 Nothing here reads the device from the host. An operand that has gaps or is not aligned is copied.
 """
 
-from typing import Literal
+from functools import cache
+from importlib.metadata import version
 
 import torch
 from torch import Tensor
 
-from ._formats import BLOCK, COARSE
 from ._impl import why_no_kernel
 from ._kernels import element_format
-
-Kind = Literal["plain", "coarse", "native"]
 
 _ALIGNMENT = 16  # bytes, of what a descriptor describes
 _MAX_EXPERTS = 512
@@ -39,8 +37,23 @@ def why_not_generation(index: int | None, wanted: int) -> str | None:
     return f"it is for compute capability {wanted}.x, this device has {capability}"
 
 
+def why_not_gluon() -> str | None:
+    """Say why Gluon kernels cannot be compiled, or return None when they can."""
+    found = _triton_version()
+    if tuple(int(part) for part in found.split(".")[:2]) >= (3, 6):
+        return None
+    return f"it needs triton 3.6 or newer, this is {found}"
+
+
+@cache
+def _triton_version() -> str:
+    # Read from a file, which would take longer than a small product.
+    return version("triton")
+
+
 # As with `why_no_kernel`: a constant of a compiled graph.
-why_not_generation._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] # what torch.compiler.assume_constant_result sets, without importing the compiler
+for _constant in (why_not_generation, why_not_gluon):
+    _constant._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] # what torch.compiler.assume_constant_result sets, without importing the compiler
 
 
 @torch.library.custom_op("olmo_mxfp8::row_product", mutates_args=())
@@ -70,24 +83,21 @@ def scaled_row_product(
 
     With `coarse` the scales are equal in fours in `a_RK` and over tiles of 128 x 128 in `b_ENK`.
     """
-    from ._triton.row_product import row_product as kernel
-
     if a_RK.numel() == 0 or b_ENK.numel() == 0:
         return a_RK.new_zeros(a_RK.shape[0], b_ENK.shape[1], dtype=out_dtype)
-    if coarse:
-        # One of each four; along the rows, which is how a tile reads them.
-        a_scales = a_scales[:, :: COARSE // BLOCK].t()
-        b_scales = b_scales[:, ::COARSE, :: COARSE // BLOCK]
+    a = _dense(a_RK).view(element_format(a_element).dtype)
+    b = _dense(b_ENK).view(element_format(b_element).dtype)
+    a_scales, b_scales = a_scales.contiguous(), b_scales.contiguous()
+    offsets_E = offsets_E.contiguous()
     with torch.cuda.device_of(a_RK):
-        return kernel(
-            _dense(a_RK).view(element_format(a_element).dtype),
-            _dense(b_ENK).view(element_format(b_element).dtype),
-            offsets_E.contiguous(),
-            out_dtype,
-            kind="coarse" if coarse else "native",
-            a_scales=a_scales.contiguous(),
-            b_scales=b_scales.contiguous(),
-        )
+        if coarse:
+            from ._triton.coarse_product import coarse_product
+
+            return coarse_product(a, a_scales, b, b_scales, offsets_E, out_dtype)
+        from ._triton.row_product import row_product as kernel
+
+        scales = {"a_scales": a_scales, "b_scales": b_scales}
+        return kernel(a, b, offsets_E, out_dtype, kind="native", **scales)
 
 
 @torch.library.custom_op("olmo_mxfp8::outer_product", mutates_args=())

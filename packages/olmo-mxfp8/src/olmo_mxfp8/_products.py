@@ -5,24 +5,16 @@ The reference form takes the ends of the experts as integers, the kernels as a t
 Shapes: R rows, N output features, K contraction, E experts.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from . import reference
+from ._groups import Groups
 from ._product_impl import ProductImpl
 from ._product_kernels import outer_product, row_product, scaled_row_product
 from ._quantize import dequantize
 from ._tensor import MXTensor
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Where the rows of each expert end, also as integers where the reference needs them."""
-
-    ends: list[int] | None
-    offsets_E: Tensor
+from ._torch_product import torch_row_product, why_not_torch
 
 
 def multiply_rows(
@@ -51,6 +43,9 @@ def multiply_rows(
         )
         # Fresh, also in float32: `torch.compile` gives a gradient of 0 to what `out=` has written.
         return product.to(out_dtype, copy=True)
+    if impl == "native" and why_not_torch(a, b, out_dtype) is None:
+        codes = a.data.view(torch.uint8), b.data.view(torch.uint8)
+        return torch_row_product(codes[0], a.scales, codes[1], b.scales, groups.offsets_E)
     return scaled_row_product(
         a.data.view(torch.uint8),
         a.scales,

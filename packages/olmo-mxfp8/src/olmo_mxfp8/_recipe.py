@@ -33,7 +33,7 @@ class MXRecipe:
         weight_grad: The product that gives the weight's gradient, over tokens: `"high"`, the
             gradient as it arrives times the dequantised input; or `"mxfp8"`: both are quantised
             along the tokens of each expert, padded to whole blocks, so that no scale is shared by
-            two experts.
+            two experts. The `"coarse"` products multiply these codes, too; others dequantise them.
         saved: What `MXExperts` keeps of its hidden layer for backward: `"high"`, as it is, or
             `"mxfp8"`, 33/32 bytes a value. The inputs of products are kept in MXFP8 in any case.
         impl: Which implementation multiplies, as for `scaled_grouped_mm`. Products in high

@@ -165,7 +165,8 @@ def _facts(
         ),
         "training": (
             f"{recipe.steps} steps of {recipe.batch} x {sizes.length} bytes, AdamW, learning rate "
-            f"{recipe.learning_rate:g}, gradient norm clipped at 1"
+            f"{recipe.learning_rate:g}, gradient norm clipped at 1, "
+            f"{'BF16 autocast' if recipe.is_mixed else 'float32'}"
         ),
         "scope of the balance losses": "a sequence" if recipe.per_sequence else "the whole batch",
         "text": text,

@@ -49,6 +49,16 @@ class Recipe:
     evaluations: int = 40
     held_out_sequences: int = 64
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether products are BF16, as on a GPU; gates, weights and losses are float32 always."""
+        return self.device.startswith("cuda")
+
+    def precision(self) -> torch.autocast:
+        """Return the context of a forward."""
+        kind = "cuda" if self.is_mixed else "cpu"
+        return torch.autocast(kind, torch.bfloat16, enabled=self.is_mixed)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
@@ -115,8 +125,9 @@ def train(arm: Arm, seed: int, recipe: Recipe, text: Text) -> Run:
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * _schedule(step, recipe.steps)
         bytes_BS = draw_batch(text.train, recipe.batch, sizes.length, generator).to(device)
-        logits, routings = model(bytes_BS[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), bytes_BS[:, 1:].flatten())
+        with recipe.precision():
+            logits, routings = model(bytes_BS[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), bytes_BS[:, 1:].flatten())
         if arm.coefficient:
             loss = loss + arm.coefficient * _balance_losses(arm, recipe, routings).sum()
         optimizer.zero_grad()
@@ -180,8 +191,9 @@ def _evaluate(
     step: int,
     alarm: float,
 ) -> Point:
-    logits, routings = model(bytes_BS[:, :-1])
-    language = F.cross_entropy(logits.flatten(0, 1), bytes_BS[:, 1:].flatten())
+    with recipe.precision():
+        logits, routings = model(bytes_BS[:, :-1])
+    language = F.cross_entropy(logits.flatten(0, 1).float(), bytes_BS[:, 1:].flatten())
     trained = _balance_losses(arm, recipe, routings).mean()
     table = stack_reports([measure_balance(r.scores_TE, r.expert_ids_TK) for r in routings])
     column = {name: table[:, i].tolist() for i, name in enumerate(BalanceReport.names())}

@@ -109,14 +109,20 @@ class Batch:
         """How many tokens are to be predicted; waits for the device."""
         return int(self.mask_BS.sum())
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
-        """Return the batch on `device`."""
-        documents_BS = self.documents_BS
-        if documents_BS is not None:
-            documents_BS = documents_BS.to(device, non_blocking=non_blocking)
+    def to(self, device: torch.device | str) -> "Batch":
+        """Return the batch on `device`; the host does not wait for a GPU.
+
+        On its way there it lies in pinned memory, which alone is copied without waiting and which
+        torch's allocator gives out again only when the copy is done.
+        """
+        device = torch.device(device)
+
+        def moved(column: Tensor) -> Tensor:
+            if device.type == "cuda" and column.device.type == "cpu":
+                column = column.pin_memory()
+            return column.to(device, non_blocking=True)
+
         return Batch(
-            self.tokens_BS.to(device, non_blocking=non_blocking),
-            self.targets_BS.to(device, non_blocking=non_blocking),
-            self.mask_BS.to(device, non_blocking=non_blocking),
-            documents_BS,
+            *(moved(each) for each in (self.tokens_BS, self.targets_BS, self.mask_BS)),
+            documents_BS=None if self.documents_BS is None else moved(self.documents_BS),
         )

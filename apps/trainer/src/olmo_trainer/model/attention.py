@@ -7,12 +7,16 @@ Shapes: B sequences, S positions, D width, A query heads, G key/value heads, C c
 Rotary embedding after Su et al., arXiv 2104.09864, in the half-split form.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from olmo_trainer.config import AttentionConfig
 from olmo_trainer.model.context_exchange import ContextExchange
 from olmo_trainer.model.visibility import Visibility
+
+Turn = Callable[[torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 
 
 def rotary_tables(
@@ -32,6 +36,15 @@ def rotate(x_BASC: torch.Tensor, cos_SC: torch.Tensor, sin_SC: torch.Tensor) -> 
     return torch.cat(turned, dim=-1).to(x_BASC.dtype)
 
 
+def turn(
+    query_BASC: torch.Tensor, key_BGSC: torch.Tensor, theta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn queries and keys by their positions, which begin at 0."""
+    _, _, num_positions, head_dim = query_BASC.shape
+    cos, sin = rotary_tables(num_positions, head_dim, theta, query_BASC.device)
+    return rotate(query_BASC, cos, sin), rotate(key_BGSC, cos, sin)
+
+
 class Attention(nn.Module):
     """Self-attention of one block; x (B, S, D) to (B, S, D)."""
 
@@ -45,7 +58,8 @@ class Attention(nn.Module):
         exchange: ContextExchange | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.head_dim = config.head_dim
+        self.rope_theta = config.rope_theta
         self.exchange = exchange
         self.window = window
         query, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -53,31 +67,50 @@ class Attention(nn.Module):
         self.key = nn.Linear(d_model, keys, bias=False)
         self.value = nn.Linear(d_model, keys, bias=False)
         self.out = nn.Linear(query, d_model, bias=False)
-        per_head = config.qk_norm == "head"
+        self.per_head = per_head = config.qk_norm == "head"
         self.query_norm = nn.RMSNorm(config.head_dim if per_head else query, eps=norm_eps)
         self.key_norm = nn.RMSNorm(config.head_dim if per_head else keys, eps=norm_eps)
 
     def forward(self, x_BSD: torch.Tensor, visibility: Visibility) -> torch.Tensor:
         """Attend each position to those it sees."""
+        return self.leave(self.mix(*self.enter(x_BSD), visibility))
+
+    def enter(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return query (B, A, S, C), key and value (B, G, S, C) of these positions.
+
+        Turned, unless they are a part of their sequences: these are turned where all are together.
+        """
         query = self._normed_heads(self.query(x_BSD), self.query_norm)
         key = self._normed_heads(self.key(x_BSD), self.key_norm)
         value = self._heads(self.value(x_BSD))
-        if self.exchange is not None:
-            query, key, value = self.exchange.to_heads(query, key, value)
-        cos, sin = rotary_tables(
-            query.shape[2], self.config.head_dim, self.config.rope_theta, x_BSD.device
-        )
-        mixed = visibility.attend(
-            rotate(query, cos, sin), rotate(key, cos, sin), value, window=self.window
-        )
-        if self.exchange is not None:
-            mixed = self.exchange.to_positions(mixed)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        if self.exchange is None:
+            query, key = turn(query, key, self.rope_theta)
+        return query, key, value
+
+    def mix(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        visibility: Visibility,
+        turn: Turn = turn,
+    ) -> torch.Tensor:
+        """Return what each of these positions sees, (B, A, S, C), from what `enter` gave."""
+        if self.exchange is None:
+            return visibility.attend(query, key, value, window=self.window)
+        query, key, value = self.exchange.to_heads(query, key, value)
+        query, key = turn(query, key, self.rope_theta)
+        mixed = visibility.attend(query, key, value, window=self.window)
+        return self.exchange.to_positions(mixed)
+
+    def leave(self, mixed_BASC: torch.Tensor) -> torch.Tensor:
+        """Return (B, S, D) of the mixed heads."""
+        return self.out(mixed_BASC.transpose(1, 2).flatten(2))
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _normed_heads(self, x: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:
-        if self.config.qk_norm == "projection":
+        if not self.per_head:
             return self._heads(norm(x))
-        return norm(x.unflatten(-1, (-1, self.config.head_dim))).transpose(1, 2)
+        return norm(x.unflatten(-1, (-1, self.head_dim))).transpose(1, 2)

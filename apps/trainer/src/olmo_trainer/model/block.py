@@ -10,7 +10,9 @@ import torch
 from olmo_routing import Routing
 from torch import nn
 
+from olmo_trainer.model.attention import Attention
 from olmo_trainer.model.moe import MoE, RouteMemory
+from olmo_trainer.model.regions import EAGER, Regions
 from olmo_trainer.model.visibility import Visibility
 
 
@@ -21,12 +23,14 @@ class Block(nn.Module):
         self,
         d_model: int,
         norm_eps: float,
-        attention: nn.Module,
+        attention: Attention,
         feed_forward: nn.Module,
         *,
         norms: Literal["peri", "pre"] = "peri",
+        regions: Regions = EAGER,
     ) -> None:
         super().__init__()
+        self.regions = regions
 
         def out_norm() -> nn.Module:
             return nn.RMSNorm(d_model, eps=norm_eps) if norms == "peri" else nn.Identity()
@@ -53,13 +57,14 @@ class Block(nn.Module):
             visibility: Which positions attention mixes.
             memory: Of this call, which may be made twice: see `RouteMemory`.
         """
-        attended = self.attention(self.attention_in_norm(x_BSD), visibility)
-        h_BSD = x_BSD + self.attention_out_norm(attended)
-        normed = self.feed_forward_in_norm(h_BSD)
-        routing = None
-        if isinstance(self.feed_forward, MoE):
-            y_TD, routing = self.feed_forward(normed.flatten(0, 1), mask_BS.flatten(), memory)
-            out = y_TD.view_as(normed)
-        else:
-            out = self.feed_forward(normed)
-        return h_BSD + self.feed_forward_out_norm(out), routing
+        do = self.regions
+        heads = do.enter_attention(self.attention_in_norm, self.attention, x_BSD)
+        mixed = self.attention.mix(*heads, visibility, turn=do.turn)
+        h_BSD, normed = do.leave_attention(
+            *(self.attention, self.attention_out_norm, self.feed_forward_in_norm, x_BSD, mixed)
+        )
+        out_norm = self.feed_forward_out_norm
+        if not isinstance(self.feed_forward, MoE):
+            return do.dense_feed_forward(self.feed_forward, out_norm, h_BSD, normed), None
+        y_TD, routing = self.feed_forward(normed.flatten(0, 1), mask_BS.flatten(), memory)
+        return do.join(out_norm, h_BSD, y_TD.view_as(normed)), routing

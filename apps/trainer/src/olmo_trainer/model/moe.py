@@ -16,6 +16,8 @@ from olmo_routing import Router, Routing
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from olmo_trainer.model.regions import EAGER, Regions
+
 
 @dataclass
 class RouteMemory:
@@ -40,6 +42,7 @@ class MoE(nn.Module):
         recompute_experts: Keep the experts' rows and compute what is inside them again.
         count_dropped: Called with the number of routes that found no room (0-d, on the device), in
             each forward with gradients that is not a recomputed one.
+        regions: How the shared expert is called.
     """
 
     def __init__(
@@ -52,8 +55,10 @@ class MoE(nn.Module):
         pack: SavedActivationPacker | None = None,
         recompute_experts: bool = False,
         count_dropped: Callable[[torch.Tensor], None] | None = None,
+        regions: Regions = EAGER,
     ) -> None:
         super().__init__()
+        self.regions = regions
         self.router = router
         self.dispatcher = dispatcher
         self.experts = experts
@@ -92,7 +97,7 @@ class MoE(nn.Module):
             rows_RD = self._run_experts(sent.rows_RD, sent.offsets_E, row_weights_R)
         y_TD = self.dispatcher.combine(rows_RD, sent.handle)
         if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
+            y_TD = self.regions.add_shared(self.shared, x_TD, y_TD)
         return y_TD, routing
 
     def _run_experts(

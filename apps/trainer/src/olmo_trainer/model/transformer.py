@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from olmo_trainer.config import ModelConfig
 from olmo_trainer.model.block import Block
 from olmo_trainer.model.moe import MoE, RouteMemory
+from olmo_trainer.model.regions import EAGER, Regions
 from olmo_trainer.model.visibility import Visibility
 
 
@@ -32,8 +33,10 @@ class Transformer(nn.Module):
         *,
         recomputed: Collection[int] = (),
         num_context: int = 1,
+        regions: Regions = EAGER,
     ) -> None:
         super().__init__()
+        self.regions = regions
         self.recomputed = frozenset(recomputed)
         self.num_context = num_context
         self.is_first = layers.start == 0
@@ -81,7 +84,7 @@ class Transformer(nn.Module):
             if routing is not None:
                 routings[int(index)] = routing
         if self.is_last:
-            hidden = self.head(self.final_norm(hidden))
+            hidden = self.regions.logits(self.final_norm, self.head, hidden)
         return hidden, routings
 
     def _run(

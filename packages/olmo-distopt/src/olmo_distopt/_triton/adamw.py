@@ -14,14 +14,14 @@ close to plain torch's and not bitwise equal.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .line_table import LineTable, Place, is_aligned, place_of
+from .line_table import LineTable, Place, is_aligned, make_line_table, place_of
 
 _BLOCK = 1024
 
@@ -30,8 +30,6 @@ _TRITON = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
-    torch.float8_e4m3fn: tl.float8e4nv,
-    torch.float8_e5m2: tl.float8e5,
 }
 
 
@@ -40,10 +38,10 @@ class Line(NamedTuple):
 
     Attributes:
         main: float32.
-        grad: any floating dtype.
+        grad: of 16 bits or more.
         exp_avg: float32 or bfloat16.
         exp_avg_sq: of the dtype of `exp_avg`.
-        copy: of any floating dtype; receives main.
+        copy: of 16 or 32 bits; receives main.
     """
 
     main: torch.Tensor
@@ -53,9 +51,32 @@ class Line(NamedTuple):
     copy: torch.Tensor
 
 
+class Form(NamedTuple):
+    """What the lines of one launch have in common."""
+
+    grad: torch.dtype
+    moment: torch.dtype
+    copy: torch.dtype
+    is_aligned: bool
+
+
+def tabulate(lines: Sequence[Line]) -> dict[Form, LineTable]:
+    """Return a table of the lines of each form, for `adamw`, as long as no tensor moves.
+
+    Args:
+        lines: one or more, none of them empty, all on one device.
+    """
+    places: dict[Form, list[Place]] = {}
+    for line in lines:
+        place = place_of(line)
+        form = Form(line.grad.dtype, line.exp_avg.dtype, line.copy.dtype, is_aligned(place))
+        places.setdefault(form, []).append(place)
+    device = lines[0].main.device
+    return {form: make_line_table(each, _BLOCK, device) for form, each in places.items()}
+
+
 def adamw(
-    lines: Sequence[Line],
-    tables: dict[Hashable, LineTable],
+    tables: Mapping[Form, LineTable],
     minus_rate: torch.Tensor,
     root_correction: torch.Tensor,
     grad_scale: torch.Tensor | None,
@@ -68,9 +89,8 @@ def adamw(
     """Update in place, in one launch for all lines of the same dtypes and alignment.
 
     Args:
-        lines: none of them empty, all on one device.
-        tables: what is kept between steps for the same lines; at first empty.
-        minus_rate: 0-d float32, `-lr / (1 - b1^t)`.
+        tables: of `tabulate`; the tensors of its lines are where they were.
+        minus_rate: 0-d float32, `-lr / (1 - b1^t)`, on the lines' device.
         root_correction: 0-d float32, `sqrt(1 - b2^t)`.
         grad_scale: 0-d float32 or None.
         skip: 0-d bool or None.
@@ -78,25 +98,17 @@ def adamw(
         eps: added to the root.
         keep: `1 - lr * weight_decay`.
     """
-    launches: dict[tuple[torch.dtype, torch.dtype, torch.dtype, bool], list[Place]] = {}
-    for line in lines:
-        place = place_of(line)
-        form = (line.grad.dtype, line.exp_avg.dtype, line.copy.dtype, is_aligned(place))
-        launches.setdefault(form, []).append(place)
-    for form, places in launches.items():
-        grad, moment, copy, aligned = form
-        table = tables.setdefault(form, LineTable(_BLOCK))
-        table.fill(places, minus_rate.device)
+    for form, table in tables.items():
         with torch.cuda.device_of(minus_rate):
             _adamw_kernel[(table.owners.numel(),)](
-                *(table.table, table.owners, minus_rate, root_correction),
+                *(table.rows, table.owners, minus_rate, root_correction),
                 minus_rate if grad_scale is None else grad_scale,
                 minus_rate if skip is None else skip.view(torch.uint8),
                 *(1 - betas[0], betas[1], 1 - betas[1], eps, keep),
-                GRAD=_TRITON[grad],
-                MOMENT=_TRITON[moment],
-                COPY=_TRITON[copy],
-                ALIGNED=aligned,
+                GRAD=_TRITON[form.grad],
+                MOMENT=_TRITON[form.moment],
+                COPY=_TRITON[form.copy],
+                ALIGNED=form.is_aligned,
                 SCALED=grad_scale is not None,
                 GUARDED=skip is not None,
                 BLOCK=_BLOCK,

@@ -1,13 +1,15 @@
 """Many lines of elements for one launch: where they are, and which block of the grid has which.
 
 A row of the table is the addresses of what belongs to one line, its number of elements and the
-first block of the grid that is its own. The table is made on the host, goes to the device without a
-wait, and is kept as long as the addresses stay what they are, as they do from step to step.
+first block of the grid that is its own. The table is made on the host and goes to the device
+without a wait; whoever launches keeps it as long as the addresses stay what they are, as they do
+from step to step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -18,35 +20,28 @@ ALIGN = 16
 """Addresses and lengths that are multiples of it let a thread move 16 bytes at a time."""
 
 
-class LineTable:
-    """The table of the lines of one launch; a block is `block` elements of one line.
+class LineTable(NamedTuple):
+    """The lines of one launch; a block is so many elements of one line.
 
     A step that is captured in a CUDA graph reads the table of its capture: the same optimizer must
     not step with tensors elsewhere while the graph is in use.
 
     Attributes:
-        table: int64 (lines, addresses + 2), on the device.
+        rows: int64 (lines, addresses + 2), on the device.
         owners: int32 (blocks), the line of each block.
     """
 
-    table: torch.Tensor
+    rows: torch.Tensor
     owners: torch.Tensor
 
-    def __init__(self, block: int) -> None:
-        self._block = block
-        self._places: list[Place] = []
 
-    def fill(self, places: list[Place], device: torch.device) -> None:
-        """Make the table, on `device`, say where the lines are."""
-        if places == self._places:
-            return
-        rows = torch.tensor(places, dtype=torch.int64)
-        blocks = (rows[:, -1] + self._block - 1) // self._block
-        first = blocks.cumsum(0) - blocks
-        owners = torch.arange(len(places), dtype=torch.int32).repeat_interleave(blocks)
-        self.table = _upload(torch.cat([rows, first[:, None]], 1), device)
-        self.owners = _upload(owners, device)
-        self._places = places
+def make_line_table(places: Sequence[Place], block: int, device: torch.device) -> LineTable:
+    """Return the table of lines at `places`, cut into blocks of `block` elements, on `device`."""
+    rows = torch.tensor(places, dtype=torch.int64)
+    blocks = (rows[:, -1] + block - 1) // block
+    first = blocks.cumsum(0) - blocks
+    owners = torch.arange(len(places), dtype=torch.int32).repeat_interleave(blocks)
+    return LineTable(_upload(torch.cat([rows, first[:, None]], 1), device), _upload(owners, device))
 
 
 def place_of(line: Sequence[torch.Tensor]) -> Place:

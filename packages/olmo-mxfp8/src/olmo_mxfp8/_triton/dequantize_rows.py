@@ -13,8 +13,9 @@ from olmo_mxfp8._formats import Format
 
 from .codes import decode
 
-_VALUES = 4096
-"""Values a program."""
+_BLOCK = 32
+_MAX_BLOCKS = 128
+"""Blocks of 32 a program, at most."""
 
 
 def dequantize_rows(
@@ -31,22 +32,19 @@ def dequantize_rows(
     """
     (T, K), R = codes.shape, rows_R.numel()
     y = codes.new_empty(R, K, dtype=dtype)
-    columns = min(K & -K, _VALUES // 2)  # divides K, so that no program has columns to spare
-    height = _VALUES // columns
-    _dequantize_rows_kernel[(triton.cdiv(R, height), triton.cdiv(K, columns))](
+    blocks = min(triton.next_power_of_2(K // _BLOCK), _MAX_BLOCKS)
+    _dequantize_rows_kernel[(R, triton.cdiv(K // _BLOCK, blocks))](
         codes,
         scales,
         rows_R,
         y,
-        R,
         T,
         K,
-        ROWS=height,
-        COLUMNS=columns,
+        BLOCKS=blocks,
         MBITS=element.mantissa_bits,
         MIN=element.min_exponent,
         HAS_INFINITY=element.max_code != 0x7E,
-        num_warps=8,
+        num_warps=max(1, blocks // 32),
         debug=True,  # or the assertion is compiled away
         sanitize_overflow=False,
     )
@@ -59,25 +57,22 @@ def _dequantize_rows_kernel(
     scales,
     rows,
     y,
-    R,
     T,
     K,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     MBITS: tl.constexpr,
     MIN: tl.constexpr,
     HAS_INFINITY: tl.constexpr,
 ):
-    """`ROWS` rows of the result and `COLUMNS` of their columns a program."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    source = tl.load(rows + row, mask=row < R, other=-1).to(tl.int64)
+    """`BLOCKS` blocks of one row a program. Their scales are read once, not once a value."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    source = tl.load(rows + row).to(tl.int64)
     tl.device_assert(source < T, "`rows_R` must be below the number of rows")
-    there = ((source >= 0) & (source < T))[:, None] & (column < K)[None, :]
-    code = tl.load(codes + source[:, None] * K + column[None, :], mask=there, other=0)
-    at_scale = source[:, None] * (K // 32) + (column // 32)[None, :]
-    byte = tl.load(scales + at_scale, mask=there, other=127)
-    value = decode(code.to(tl.int32), byte.to(tl.int32), MBITS, MIN, HAS_INFINITY)
-    at = row[:, None] * K + column[None, :]
-    mask = (row < R)[:, None] & (column < K)[None, :]
-    tl.store(y + at, value.to(y.dtype.element_ty), mask=mask)
+    inside = block < K // 32
+    there = inside & (source >= 0) & (source < T)
+    byte = tl.load(scales + source * (K // 32) + block, mask=there, other=127)
+    column = (block * 32)[:, None] + tl.arange(0, 32)[None, :]
+    code = tl.load(codes + source * K + column, mask=there[:, None], other=0)
+    value = decode(code.to(tl.int32), byte.to(tl.int32)[:, None], MBITS, MIN, HAS_INFINITY)
+    tl.store(y + row * K + column, value.to(y.dtype.element_ty), mask=inside[:, None])

@@ -44,6 +44,7 @@ def outer_product(
         N,
         K,
         E,
+        EXPERTS=triton.next_power_of_2(E),
         **cut.options,
     )
     return dw_ENK
@@ -59,24 +60,56 @@ def _outer_product_kernel(
     N,
     K,
     E,
+    EXPERTS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
-    FLATTEN: tl.constexpr,
 ):
-    """Compute a (BM, BN) tile of `dw[e]` at a time, BK rows a step; reads end with the expert."""
+    """Compute a (BM, BN) tile of `dw[e]` at a time, BK rows a step; reads end with the expert.
+
+    One loop goes over the steps of all tiles of a program, so that the loads of a tile begin during
+    the epilogue of the one before: no compiler joins loops whose inner one differs in length.
+    """
     down, across = tl.cdiv(N, BM), tl.cdiv(K, BN)
     count = down * across
-    for number in tl.range(tl.program_id(0), E * count, tl.num_programs(0), flatten=FLATTEN):
-        expert = number // count
-        i, j = place_of(number % count, down, across, GROUP)
-        end = tl.minimum(tl.load(offsets + expert), R)
-        start = tl.maximum(tl.load(offsets + expert - 1, mask=expert > 0, other=0), 0)
-        accumulator = tl.zeros((BM, BN), tl.float32)
-        for row in tl.range(start, end, BK):
-            left = load_until(a, end, row, i * BM)
-            right = load_until(b, end, row, j * BN)
-            accumulator = tl.dot(left.T, right, accumulator)
-        tile = tl.reshape(accumulator.to(dw.dtype), (1, BM, BN))
-        dw.store([expert, i * BM, j * BN], tile)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    steps = _steps(offsets, R, E, count, EXPERTS, BK)
+    # One step before the first tile, so that the first step moves on to it.
+    number = program - programs
+    expert, i, j, row, end = 0, 0, 0, 0, 0
+    accumulator = tl.zeros((BM, BN), tl.float32)
+    for _ in tl.range(steps):
+        row += BK
+        if row >= end:
+            number += programs
+            expert = number // count
+            row, end = _rows_of(offsets, expert, R)
+            i, j = place_of(number % count, down, across, GROUP)
+        left = load_until(a, end, row, i * BM)
+        right = load_until(b, end, row, j * BN)
+        accumulator = tl.dot(left.T, right, accumulator)
+        if row + BK >= end:
+            tile = tl.reshape(accumulator.to(dw.dtype), (1, BM, BN))
+            dw.store([expert, i * BM, j * BN], tile)
+            accumulator = tl.zeros((BM, BN), tl.float32)
+
+
+@triton.jit
+def _rows_of(offsets, expert, R):
+    """The first row of an expert and the end of its rows, whatever the offsets hold."""
+    start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    return tl.maximum(start, 0), tl.minimum(tl.load(offsets + expert), R)
+
+
+@triton.jit
+def _steps(offsets, R, E, count, EXPERTS: tl.constexpr, BK: tl.constexpr):
+    """The steps of this program over all its tiles: at least one a tile, which is then zero."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    e = tl.arange(0, EXPERTS)
+    start = tl.maximum(tl.load(offsets + e - 1, mask=(e > 0) & (e < E), other=0), 0)
+    end = tl.minimum(tl.load(offsets + e, mask=e < E, other=0), R)
+    before = tl.cdiv(e * count - program, programs)
+    after = tl.cdiv((e + 1) * count - program, programs)
+    steps = tl.maximum(tl.cdiv(end - start, BK), 1) * (after - before)
+    return tl.sum(tl.where(e < E, steps, 0), 0)

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from olmo_mxfp8._formats import Format
 
+from . import quantize_pairs
 from .codes import casts, encode, magnitude_bits, scale_byte
+from .quantize_pairs import place
 
 _BLOCK = 32
 _TILE = 128
@@ -45,8 +47,11 @@ def quantize(
         _rows_kernel[(triton.cdiv(groups, each),)](
             x, codes, scales, groups, GROUPS=each, num_warps=4, **options
         )
+    elif quantize_pairs.takes(x, inner):
+        rule = {"rceil": rceil, "granularity": granularity}
+        quantize_pairs.quantize_columns(x.view(-1, inner), codes, scales, element, **rule)
     else:
-        grid = (x.numel() // (granularity * inner), triton.cdiv(inner, _COLUMNS))
+        grid = (x.numel() // (granularity * inner) * triton.cdiv(inner, _COLUMNS),)
         warps = granularity // _BLOCK
         _columns_kernel[grid](x, codes, scales, inner, COLUMNS=_COLUMNS, num_warps=warps, **options)
     return codes, scales
@@ -86,19 +91,19 @@ def quantize_both(
     row_codes, column_codes = (torch.empty_like(x_MK, dtype=torch.uint8) for _ in range(2))
     row_scales = x_MK.new_empty(M, K // _BLOCK, dtype=torch.uint8)
     column_scales = x_MK.new_empty(M // _BLOCK, K, dtype=torch.uint8)
-    grid = (M // _BLOCK, triton.cdiv(K, _COLUMNS))
-    _both_kernel[grid](
+    results = (row_codes, row_scales, column_codes, column_scales)
+    if quantize_pairs.takes(x_MK, K):
+        quantize_pairs.quantize_both(x_MK, *results, element, rceil=rceil)
+        return results
+    _both_kernel[(M // _BLOCK * triton.cdiv(K, _COLUMNS),)](
         x_MK,
-        row_codes,
-        row_scales,
-        column_codes,
-        column_scales,
+        *results,
         K,
         COLUMNS=_COLUMNS,
         num_warps=1,
         **format_options(element, rceil, x_MK.device),
     )
-    return row_codes, row_scales, column_codes, column_scales
+    return results
 
 
 def format_options(element: Format, rceil: bool, device: torch.device) -> dict[str, int]:
@@ -157,15 +162,16 @@ def _columns_kernel(
     CAST: tl.constexpr,
 ):
     """`GROUP` rows of `inner` values and `COLUMNS` of their columns a program."""
-    row = tl.program_id(0).to(tl.int64) * GROUP + tl.arange(0, GROUP)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    down, right = place(inner, COLUMNS)
+    row = down * GROUP + tl.arange(0, GROUP)
+    column = right * COLUMNS + tl.arange(0, COLUMNS)
     at = row[:, None] * inner + column[None, :]
     mask = (column < inner)[None, :]
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     byte = scale_byte(tl.max(magnitude_bits(value), 0), MAX, RCEIL)[None, :]
     tl.store(codes + at, encode(value, byte, MBITS, MIN, MAX_CODE, CAST), mask=mask)
     BLOCKS: tl.constexpr = GROUP // 32
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    block = down * BLOCKS + tl.arange(0, BLOCKS)
     at_scale = block[:, None] * inner + column[None, :]
     tl.store(scales + at_scale, tl.broadcast_to(byte, at_scale.shape).to(tl.uint8), mask=mask)
 
@@ -221,8 +227,9 @@ def _both_kernel(
 ):
     """32 rows and `COLUMNS` columns a program."""
     BLOCKS: tl.constexpr = COLUMNS // 32
-    row = tl.program_id(0).to(tl.int64) * 32 + tl.arange(0, 32)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    down, right = place(K, COLUMNS)
+    row = down * 32 + tl.arange(0, 32)
+    column = right * COLUMNS + tl.arange(0, COLUMNS)
     at = row[:, None] * K + column[None, :]
     mask = tl.broadcast_to((column < K)[None, :], (32, COLUMNS))
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
@@ -231,13 +238,13 @@ def _both_kernel(
     byte = scale_byte(tl.max(bits, 0), MAX, RCEIL)
     code = encode(value, byte[None, :], MBITS, MIN, MAX_CODE, CAST)
     tl.store(column_codes + at, code, mask=mask)
-    at_scale = tl.program_id(0).to(tl.int64) * K + column
+    at_scale = down * K + column
     tl.store(column_scales + at_scale, byte.to(tl.uint8), mask=column < K)
 
     byte = scale_byte(tl.max(tl.reshape(bits, (32, BLOCKS, 32)), 2), MAX, RCEIL)
     spread = tl.reshape(tl.broadcast_to(byte[:, :, None], (32, BLOCKS, 32)), (32, COLUMNS))
     tl.store(row_codes + at, encode(value, spread, MBITS, MIN, MAX_CODE, CAST), mask=mask)
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    block = right * BLOCKS + tl.arange(0, BLOCKS)
     at_scale = row[:, None] * (K // 32) + block[None, :]
     keep = tl.broadcast_to((block * 32 < K)[None, :], (32, BLOCKS))
     tl.store(row_scales + at_scale, byte.to(tl.uint8), mask=keep)

@@ -18,13 +18,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_ROWS = 2**30
-_UNBOUNDED = 2**31 - 2**16
+UNBOUNDED = 2**31 - 2**16
 
 
 def ragged(rows: Tensor, block: list[int]) -> TensorDescriptor:
     """Describe packed `rows`, (R, F), by tiles of `block`."""
     stride = rows.shape[1]
-    shape = [_UNBOUNDED, _UNBOUNDED, MAX_ROWS, stride]
+    shape = [UNBOUNDED, UNBOUNDED, MAX_ROWS, stride]
     return TensorDescriptor(rows, shape, [2**34 - stride, stride, stride, 1], [1, 1, *block])
 
 

@@ -1,11 +1,7 @@
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""`y[r] = a[r] @ b[e].T` for the rows of every expert, in one of three kinds.
+"""`y[r] = a[r] @ b[e].T` for the rows of every expert, in one of two kinds.
 
 - plain: ordinary operands, such as dequantised ones.
-- coarse: FP8 codes on Hopper's units, 128 of the contraction at a time. Those share a scale in
-  every row of `a`, and one with all rows of a tile of `b`, so that a step is one product of codes,
-  scaled and added in float32. It is also what bounds the error: the units keep about 13 bits of a
-  sum of FP8 products, and here no more than 128 of them are summed there.
 - native: FP8 codes with a scale for each 32, which the units of Blackwell take as they are.
 """
 
@@ -16,7 +12,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import tiling
-from .codes import scale_value
 from .ragged import ragged, store_until
 from .tile_list import list_tiles, place_of
 
@@ -40,8 +35,8 @@ def row_product(
         offsets_E: Ends of the experts' rows, (E,) int32.
         out_dtype: Of the result; the sum is float32.
         kind: What the operands are.
-        a_scales: uint8; (K / 128, R) for coarse, (R, K / 32) for native operands.
-        b_scales: uint8; (E, N / 128, K / 128) for coarse, (E, N, K / 32) for native operands.
+        a_scales: uint8, (R, K / 32), of native operands.
+        b_scales: uint8, (E, N, K / 32), of native operands.
         cut: The tiling; that of the device when None.
     """
     R, K = a_RK.shape
@@ -66,6 +61,7 @@ def row_product(
         KIND=kind,
         A_FORMAT=_FORMATS.get(a_RK.dtype, ""),
         B_FORMAT=_FORMATS.get(b_ENK.dtype, ""),
+        FLATTEN=cut.flatten,
         **cut.options,
     )
     return y_RN
@@ -115,15 +111,6 @@ def _row_product_kernel(
             right = tl.reshape(b.load([expert, j * BN, k]), (BN, BK))
             if KIND == "plain":
                 accumulator = tl.dot(left, right.T, accumulator)
-            elif KIND == "coarse":
-                step = tl.cast(k // BK, tl.int64)
-                a_byte = tl.load(a_scales + step * R + rows).to(tl.int32)
-                b_tile = expert.to(tl.int64) * (N // BN) + j
-                b_byte = tl.load(b_scales + b_tile * (K // BK) + step).to(tl.int32)
-                scale = scale_value(a_byte) * scale_value(b_byte)
-                # Finite, or a sum of zero would become NaN; any other still overflows or nearly so.
-                scale = tl.where(scale == float("inf"), 1.7014118346046923e38, scale)
-                accumulator += tl.dot(left, right.T) * scale[:, None]
             else:
                 tl.static_assert(KIND == "native")
                 block = k // 32 + tl.arange(0, BK // 32)

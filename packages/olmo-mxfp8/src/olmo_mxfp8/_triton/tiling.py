@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["plain", "coarse", "native"]
+Kind = Literal["plain", "native"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,8 @@ class Tiling:
         warps: Warps a program.
         stages: Steps whose loads are in flight.
         group: Tiles down a column that are computed at one time.
-        flatten: Make one loop of tiles and steps, so that loads run during an epilogue.
+        flatten: Make one loop of tiles and steps, so that loads run during an epilogue; it takes
+            tiles of equally many steps.
     """
 
     rows: int
@@ -39,22 +40,13 @@ class Tiling:
             "BN": self.columns,
             "BK": self.inner,
             "GROUP": self.group,
-            "FLATTEN": self.flatten,
             "num_warps": self.warps,
             "num_stages": self.stages,
         }
 
 
 def row_product(kind: Kind, out_dtype: torch.dtype, device: torch.device) -> Tiling:
-    """For `y = x @ w[e].T`. A float32 tile takes twice the staging memory: it is half as wide.
-
-    The coarse kernel promotes once a step and reads one weight scale a tile, so that its steps and
-    tiles are those of the scales.
-    """
-    if kind == "coarse":
-        if generation(device) == 0:
-            return Tiling(rows=32, columns=128, inner=128)
-        return Tiling(rows=128, columns=128, inner=128, flatten=True)
+    """For `y = x @ w[e].T`. A float32 tile takes twice the staging memory: it is half as wide."""
     if kind == "native":
         return Tiling(rows=128, columns=128, inner=128)
     if generation(device) < 9:
@@ -68,7 +60,7 @@ def outer_product(out_dtype: torch.dtype, device: torch.device) -> Tiling:
     if generation(device) < 9:
         return _older(device)
     wide = out_dtype.itemsize == 2
-    return Tiling(rows=128, columns=256 if wide else 128, inner=64, flatten=True)
+    return Tiling(rows=128, columns=256 if wide else 128, inner=64)
 
 
 def _older(device: torch.device) -> Tiling:

@@ -1,0 +1,68 @@
+"""The kernels of the weight gradient on FP8 units, compiled for GPUs that need not be here."""
+
+import re
+
+import pytest
+import torch
+from test_offline_compile import (
+    OUT_DTYPES,
+    E,
+    K,
+    N,
+    R,
+    _offsets,
+    _packed,
+    assert_fits,
+    compiling_for,
+)
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_quantising_along_tokens(capability):
+    from olmo_mxfp8._formats import FORMATS
+    from olmo_mxfp8._triton.quantize_tokens import quantize_tokens
+
+    codes = _packed(R, K, dtype=torch.uint8), _packed(R, K // 32, dtype=torch.uint8)
+    with compiling_for(capability) as compiled:
+        for element in FORMATS.values():
+            for x in (_packed(R, K), _packed(R, K, dtype=torch.float32)):
+                quantize_tokens(x, None, None, _offsets(), element, rceil=True)
+            for source in FORMATS.values():
+                quantize_tokens(*codes, source, _offsets(), element, rceil=True)
+    listings, kernels = compiled[::2], compiled[1::2]
+    assert len(kernels) == 2 * (2 + 2)
+    assert all("assertfail" in each.asm["ptx"] for each in listings)
+    for kernel in kernels:
+        assert_fits(kernel, capability)
+
+
+@OUT_DTYPES
+@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
+@pytest.mark.parametrize("rows", [128, 64])
+def test_the_token_product_multiplies_codes_on_hopper(out_dtype, formats, rows):
+    from olmo_mxfp8._triton import tiling
+    from olmo_mxfp8._triton.quantize_tokens import num_places
+    from olmo_mxfp8._triton.token_product import token_product
+
+    # That of the device, and half a tile, of which a multiprocessor holds two.
+    cut = None if rows == 128 else tiling.Tiling(rows=64, columns=128, inner=128, warps=4)
+    places = num_places(R, E)
+    with compiling_for(90) as compiled:
+        token_product(
+            _packed(N, 128 * places, dtype=formats[0]),
+            _packed(places, N, dtype=torch.float32),
+            _packed(K, 128 * places, dtype=formats[1]),
+            _packed(places, K, dtype=torch.float32),
+            _offsets(),
+            R,
+            out_dtype,
+            cut=cut,
+        )
+    (kernel,) = compiled
+    names = ".".join("e4m3" if each == E4M3 else "e5m2" for each in formats)
+    assert re.search(rf"wgmma\.mma_async\S*{re.escape(names)}", kernel.asm["ptx"])
+    assert_fits(kernel, 90)
+    if rows == 64:
+        assert 2 * kernel.metadata.shared <= 227 * 1024
