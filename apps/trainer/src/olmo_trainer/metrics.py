@@ -65,6 +65,10 @@ class StepRecord:
         dropped: Routes of all layers that found no room at their experts' rank.
         skipped: 1 when the guard left this step out, else 0.
         num_skipped: Steps left out so far.
+        reruns: Times that the step was run again because it dropped too many routes; every other
+            number but `seconds` and `phase_seconds` is of its last run.
+        capacity_factor: Of the dispatcher in the last run; None where no step may run again.
+        over_capacity: 1 when the step was taken although it dropped too many routes, else 0.
         balance: Every number of olmo_routing's `measure_balance`, by its name: a list of one entry
             per MoE layer. `gerrymandered` is 0 or 1.
         z_losses: Router z-loss of each MoE layer.
@@ -100,6 +104,9 @@ class StepRecord:
     dropped: int = 0
     skipped: int = 0
     num_skipped: int = 0
+    reruns: int = 0
+    capacity_factor: float | None = None
+    over_capacity: int = 0
     balance: dict[str, list[float]] = field(default_factory=dict)
     z_losses: list[float] = field(default_factory=list)
     phase_seconds: dict[str, float] = field(default_factory=dict)
