@@ -13,7 +13,8 @@ JSON has no word for the values of a run that went wrong: they are written as th
 `"NaN"`, `"Infinity"` and `"-Infinity"` and read back as floats (in a header's `info`, which may
 hold text of its own, they stay strings). `null` is a value that was not measured.
 
-A line is flushed as soon as it is written, so a killed process loses at most the line it was in.
+A line is flushed as soon as it is written, so a killed process loses at most the line it was in;
+on a GPU also that of the step before, which is written when the next one is under way.
 Such a torn last line is skipped by a reader and cut off by the next writer.
 
 Units: a loss is in nats per token. One byte-level token is one byte, so bits per byte are
