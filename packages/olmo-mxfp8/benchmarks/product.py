@@ -82,7 +82,7 @@ def _makers(
         return Contender(call=call, work=flops, error=error, limit=0.045)
 
     def weights_cached() -> Contender:
-        """As layers with `cached=True` multiply: the weights' values are there, one pass is left."""
+        """As layers with `cached=True` multiply: of the weights the values are there."""
         a, impl = quantize(x), implementations["dequantise"]
         b = quantize(w) if is_dry else dequantize(quantize(w), torch.bfloat16)
         ends = offsets.tolist() if is_dry else None
