@@ -13,11 +13,11 @@ from olmo_trainer.checkpoint_manifest import find_checkpoint, read_manifest
 from olmo_trainer.config import TrainerConfig
 from olmo_trainer.data import Batch
 from olmo_trainer.growing_dispatcher import GrowingDispatcher
-from olmo_trainer.mesh import create_mesh
+from olmo_trainer.mesh import Mesh, create_mesh
 from olmo_trainer.metrics import StepRecord, read_metrics
 from olmo_trainer.overrides import apply_overrides
 from olmo_trainer.recipes import nano
-from olmo_trainer.rerun import DroppedError
+from olmo_trainer.rerun import DroppedError, StepRerun
 from olmo_trainer.statistics import LayerBalance, StepTotals
 from olmo_trainer.step import Update, accumulate_gradients, update
 from rich.console import Console
@@ -224,7 +224,6 @@ def _train(
     config: TrainerConfig = apply_overrides(nano(), [*SHARED, *base, *settings]).for_world(world)
     said = io.StringIO()
     manifest = read_manifest(find_checkpoint(Path(resume))) if resume else None
-    loop._Run._conclude = lambda self, heldout, saved: saved
     run = loop._Run(
         config,
         create_mesh(config.layout, torch.device("cpu")),
@@ -232,8 +231,26 @@ def _train(
         Path(folder),
         Console(file=said, width=200),
     )
-    run.train(manifest)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "_conclude", lambda heldout, saved: saved)
+        run.train(manifest)
     return said.getvalue()
+
+
+def _stop_late(
+    rank: int, world: int, folder: str, texts: str, settings: tuple[str, ...], at: int
+) -> None:
+    """Train until a step drops too much, on ranks that read a step when the next is under way."""
+
+    def refuse(self: StepRerun, step: int) -> None:
+        if step == at:
+            raise DroppedError("too many")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mesh, "host_waits", True)
+        patch.setattr(StepRerun, "require_room", refuse)
+        with pytest.raises(DroppedError, match="too many"):
+            _train(rank, world, folder, texts, settings, "")
 
 
 def _records(folder: Path) -> list[StepRecord]:
@@ -271,3 +288,10 @@ def test_a_run_says_what_was_run_again_and_a_resume_goes_on_with_the_room(
     for one, other in zip(records[3:], _records(resumed), strict=True):
         for name in set(StepRecord.__dataclass_fields__) - timed:
             assert getattr(one, name) == getattr(other, name), name
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_steps_before_one_that_ends_the_run_are_in_the_log(processes, tmp_path, texts):
+    settings = ("layout.dispatcher.capacity_factor=0.6", *DROPS, "steps=6")
+    processes.run(_stop_late, str(tmp_path / "run"), str(texts), settings, 4, world=2)
+    assert [each.step for each in _records(tmp_path / "run")] == [1, 2, 3]

@@ -49,6 +49,7 @@ from olmo_trainer.open_data import end_with_data, open_data
 from olmo_trainer.phases import PhaseClock
 from olmo_trainer.progress import Progress
 from olmo_trainer.rank_times import RankTimes, slow_rank
+from olmo_trainer.rerun import DroppedError
 from olmo_trainer.run_folder import claim_folder, prepare_folder
 from olmo_trainer.sizes import count_flops, count_parameters
 from olmo_trainer.step import NonFiniteError, accumulate_gradients, heldout_loss, update
@@ -284,16 +285,22 @@ class _Run:
                 accumulation=config.batch.accumulation,
             )
         ]
-        accumulate_gradients(
-            assembly,
-            batches,
-            stop=stop.is_set() or (mesh.is_main and (self.folder / STOP).exists()),
-            save_failed=self.saver.failed,
-            enter=self.clock.enter,
-        )
-        self.clock.enter("step")
         rate = learning_rate(config, step - 1)
-        self.reader.take(step, rate, update(assembly, step, rate), self.clock)
+        try:
+            accumulate_gradients(
+                assembly,
+                batches,
+                stop=stop.is_set() or (mesh.is_main and (self.folder / STOP).exists()),
+                save_failed=self.saver.failed,
+                enter=self.clock.enter,
+            )
+            self.clock.enter("step")
+            updated = update(assembly, step, rate)
+        except DroppedError:
+            while self.reader.is_due(at_once=True):  # steps before it, which were taken
+                self._write(self.reader.read().record)
+            raise
+        self.reader.take(step, rate, updated, self.clock)
 
     def _read_steps(self, step: int, progress: Progress) -> tuple[StepRecord | None, _Asked]:
         """Read the steps that are due after step `step` was launched, and write down all before it.
