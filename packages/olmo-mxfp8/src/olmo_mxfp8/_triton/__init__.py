@@ -5,7 +5,8 @@
 - `dequantize`: the values again; `dequantize_rows`: of chosen rows.
 - `swiglu`: the activation and its gradient, quantised as they are computed.
 - `tiling`, `tile_list`, `ragged`: how a product is cut; only the device knows the experts' rows.
-- `quantize_tokens`, `token_product`: the weight gradient on FP8 units, along the tokens of experts.
+- `quantize_tokens`, `token_product`: the weight gradient on FP8 units, along the tokens of experts;
+  `token_product_gluon`: the same in three parts that run at once, which the benchmark measures.
 - `row_product`: `a @ b[e].T` of ordinary operands or of codes; `outer_product`: `a_e.T @ b_e`.
 
 Codes and scales are bit for bit what `reference.py` defines. This package is imported only where a
