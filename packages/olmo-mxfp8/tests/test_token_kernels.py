@@ -99,7 +99,10 @@ def test_blocks_hold_the_bits_of_the_reference(sizes, source, element, rule, D):
 
 
 def _exact(a, b, sizes, elements):
-    """The product of what both operands hold, and of its magnitudes, in float64."""
+    """The product of what both operands hold, and a bound of its error, in float64.
+
+    In a sum of 128 products, added 32 at a time, Hopper's units keep 13 bits behind the largest.
+    """
     found = []
     for operand, element in zip((a, b), elements, strict=True):
         codes, scales = (each.cpu() for each in operand)
@@ -108,42 +111,31 @@ def _exact(a, b, sizes, elements):
         values = dequantize(MXTensor(codes.view(dtype), ones, 1, element), torch.float64)
         found.append(values * scales.T.repeat_interleave(128, 1).double())
     exact = torch.zeros(len(sizes), found[0].shape[0], found[1].shape[0], dtype=torch.float64)
-    magnitude = exact.clone()
+    bound = exact.clone()
     for e, place, _ in _blocks(sizes):
         left, right = (each[:, 128 * place : 128 * place + 128] for each in found)
         exact[e] += left @ right.T
-        magnitude[e] += left.abs() @ right.abs().T
-    return exact, magnitude
+        largest = (left.abs()[:, None] * right.abs()).amax(-1)
+        bound[e] += (128 + 4) * 2.0**-13 * largest + 2.0**-22 * (left.abs() @ right.abs().T)
+    return exact, bound
 
 
-def _multiply(kernel, a, b, elements, sizes, num_rows, dtype=torch.float32):
-    """The product by one of the two kernels."""
-    if kernel == "language":
-        arguments = (*a, *b, *elements, _offsets(sizes), num_rows)
-        return token_product(*arguments, dtype)
-    from olmo_mxfp8._triton.token_product_gluon import token_product as by_gluon
-
-    formats = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-    codes = [t[0].view(formats[element]) for t, element in zip((a, b), elements, strict=True)]
-    return by_gluon(codes[0], a[1], codes[1], b[1], _offsets(sizes), num_rows, dtype)
-
-
-KERNELS = ["language", pytest.param("gluon", marks=needs_hopper)]
+def _multiply(a, b, elements, sizes, num_rows, dtype=torch.float32):
+    return token_product(*a, *b, *elements, _offsets(sizes), num_rows, dtype)
 
 
 @needs_fp8
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("elements", [("e4m3", "e4m3"), ("e5m2", "e4m3")])
-def test_the_product_is_that_of_the_operands(kernel, sizes, elements):
+def test_the_product_is_that_of_the_operands(sizes, elements):
     total = sum(sizes)
     dy, x = _values(total + SPARE, 128), _values(total + SPARE, 256)
     dy[total:], x[total:] = torch.nan, torch.inf
     a, b = _quantised(dy, sizes, elements[0]), _quantised(x, sizes, elements[1])
-    arguments = (kernel, a, b, elements, sizes, total + SPARE)
+    arguments = (a, b, elements, sizes, total + SPARE)
     got = _multiply(*arguments).cpu().double()
-    exact, magnitude = _exact(a, b, sizes, elements)
-    assert ((got - exact).abs() <= 2.0**-10 * magnitude).all()
+    exact, bound = _exact(a, b, sizes, elements)
+    assert ((got - exact).abs() <= bound).all()
     assert all((got[e] == 0).all() for e, size in enumerate(sizes) if size == 0)
     if not INTERPRETED:
         rounded = _multiply(*arguments, torch.bfloat16).cpu().double()
@@ -151,8 +143,7 @@ def test_the_product_is_that_of_the_operands(kernel, sizes, elements):
 
 
 @needs_fp8
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_the_ends_of_the_scales(kernel):
+def test_the_ends_of_the_scales():
     """NaN stays in its column and expert; a sum of 0 is 0 under any scales; tiny is not lost."""
     dy, x = torch.zeros(6, 128), torch.zeros(6, 128)
     dy[0, 0], x[0, 0] = 2.0**-127, 2.0**120
@@ -162,7 +153,7 @@ def test_the_ends_of_the_scales(kernel):
     x[5, 4] = torch.inf
     sizes = (3, 3)
     a, b = _quantised(dy, sizes), _quantised(x, sizes)
-    got = _multiply(kernel, a, b, ("e4m3", "e4m3"), sizes, 6).cpu()
+    got = _multiply(a, b, ("e4m3", "e4m3"), sizes, 6).cpu()
     assert got[0, 0, 0] == 2.0**-7
     assert got[0, 1, 0] == torch.inf
     assert got[0, 2, 2] == 0
@@ -332,8 +323,7 @@ def test_bad_offsets_write_nothing_outside(ends):
 
 
 @needs_hopper
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_addresses_past_32_bits(kernel):
+def test_addresses_past_32_bits():
     """Codes of the last columns, and an expert behind the first 2^32 values."""
     R, D = 2**20 + 64, 4224
     x = torch.zeros(R, D, device=DEVICE, dtype=torch.bfloat16)
@@ -341,20 +331,19 @@ def test_addresses_past_32_bits(kernel):
     x[-64:], dy[-64:] = (torch.randint(-7, 8, t[-64:].shape, device=DEVICE) for t in (x, dy))
     sizes = (R - 64, 64)
     a, b = _quantised(dy, sizes), _quantised(x, sizes)
-    got = _multiply(kernel, a, b, ("e4m3", "e4m3"), sizes, R)
+    got = _multiply(a, b, ("e4m3", "e4m3"), sizes, R)
     assert torch.equal(got[1].double(), dy[-64:].double().T @ x[-64:].double())
     assert (got[0] == 0).all()
 
 
 @needs_hopper
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_many_tiles_of_many_experts(kernel):
+def test_many_tiles_of_many_experts():
     """More tiles than programs and more steps than buffers, in turns of every length."""
     sizes = (*torch.randint(0, 900, (17,)).tolist(), 0)
     total = sum(sizes)
     x, dy = (torch.randint(-7, 8, (total, width), device=DEVICE) for width in (1024, 1280))
     operands = [_quantised(t.bfloat16(), sizes) for t in (dy, x)]
-    got = _multiply(kernel, *operands, ("e4m3", "e4m3"), sizes, total)
+    got = _multiply(*operands, ("e4m3", "e4m3"), sizes, total)
     start = 0
     for e, size in enumerate(sizes):
         rows = slice(start, start + size)
