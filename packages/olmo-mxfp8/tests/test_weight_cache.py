@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from olmo_mxfp8 import MXRecipe, WeightCache, mx_grouped_mm, mx_linear, quantize
+from olmo_mxfp8 import MXLinear, MXRecipe, WeightCache, mx_grouped_mm, mx_linear, quantize
 from torch import nn
 
 
@@ -117,6 +117,27 @@ def test_a_change_between_forward_and_backward_is_an_error():
     cache.refresh()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_weight_that_does_not_count_its_changes_is_refused():
+    with torch.inference_mode():
+        w = torch.randn(32, 64)
+        with pytest.raises(ValueError, match="`weight` must count its changes"):
+            MXLinear(64, 32, cached=True)
+        assert MXLinear(64, 32)(w).shape == (32, 32)
+    with pytest.raises(ValueError, match="`weight` must count its changes"):
+        WeightCache(w)
+
+
+def test_a_cache_renewed_in_inference_mode_trains():
+    layer = MXLinear(64, 32, cached=True)
+    x = torch.randn(5, 64, requires_grad=True)
+    want = _run(mx_linear, x, layer.weight)
+    with torch.inference_mode():
+        layer.refresh()
+        assert torch.equal(layer(x), want[0])
+    got = _run(lambda x, _: layer(x), x, layer.weight)
+    assert all(map(torch.equal, got, want))
 
 
 def test_bad_arguments_are_refused():

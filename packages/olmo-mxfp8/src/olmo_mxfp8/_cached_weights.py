@@ -17,14 +17,14 @@ class CachedWeights(nn.Module):
     """
 
     recipe: MXRecipe
-    caches: dict[str, WeightCache] | None
+    caches: dict[str, WeightCache] | None = None
     """By the names of the parameters; None when each call quantises."""
+    _cached_names: tuple[str, ...] = ()
 
     def _cache_weights(self, cached: bool, *names: str) -> None:
-        self._cached_names = names if cached else ()
-        self.caches = None
-        self.refresh()
         if cached:
+            self._cached_names = names
+            self.refresh()
             self.register_load_state_dict_post_hook(_refresh_after_load)
 
     def refresh(self) -> None:

@@ -75,4 +75,10 @@ class MXRecipe:
         return "128x128" if self.granularity == 128 else 32
 
 
+def check_recipe(recipe: object) -> None:
+    """Raise `TypeError` unless `recipe` is an `MXRecipe`."""
+    if not isinstance(recipe, MXRecipe):
+        raise TypeError(f"`recipe` must be an MXRecipe, got {recipe!r}; `MXRecipe()` is one.")
+
+
 DEFAULT_RECIPE = MXRecipe()
