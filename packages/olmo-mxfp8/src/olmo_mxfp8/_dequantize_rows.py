@@ -8,10 +8,10 @@ Shapes: T rows there are, R rows that are chosen, K columns.
 import torch
 from torch import Tensor
 
-from . import _kernels
+from . import _quantize_kernels
 from ._formats import check_tensor
-from ._impl import Impl, pick
 from ._quantize import dequantize
+from ._quantize_impl import Impl, pick
 from ._tensor import MXTensor, check_quantized
 
 
@@ -56,7 +56,7 @@ def dequantize_rows(
         raise ValueError(f"`rows_R` must be in [-1, {T}), the rows of `t`; it is not everywhere.")
     if pick(impl, t.device):
         codes = t.data.view(torch.uint8)
-        return _kernels.dequantize_rows(codes, t.scales, rows_R, t.element, dtype)
+        return _quantize_kernels.dequantize_rows(codes, t.scales, rows_R, t.element, dtype)
     if T == 0:
         return torch.zeros(rows_R.numel(), t.shape[1], dtype=dtype, device=t.device)
     chosen_R = rows_R.clamp_min(0)

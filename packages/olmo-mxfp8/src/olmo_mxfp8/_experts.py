@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor, nn
 
-from ._cached_weights import CachedWeights
+from ._cached_module import CachedModule
 from ._expert_mlp import mx_swiglu_experts
 from ._formats import check_blocks, check_source_dtype
 from ._recipe import DEFAULT_RECIPE, MXRecipe, check_recipe
 
 
-class MXExperts(CachedWeights):
+class MXExperts(CachedModule):
     """`num_experts` SwiGLU MLPs that run on rows sorted by expert.
 
     The parameters are ordinary high-precision ones, and nothing else is in the state dict. Their

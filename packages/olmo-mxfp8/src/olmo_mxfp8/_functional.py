@@ -29,12 +29,12 @@ from . import reference
 from ._expert_padding import pad_experts
 from ._formats import Element, check_source
 from ._groups import Groups, read_groups, whole
-from ._matmul import as_stack
 from ._product_impl import ProductImpl, pick_product
 from ._product_kernels import row_product
 from ._products import multiply_across_rows, multiply_rows, operand_dtype
 from ._quantize import dequantize, quantize
 from ._recipe import DEFAULT_RECIPE, MXRecipe, check_recipe
+from ._scaled_mm import as_stack
 from ._tensor import MXTensor
 from ._token_kernels import multiply_across_tokens
 from ._uncompiled import uncompiled

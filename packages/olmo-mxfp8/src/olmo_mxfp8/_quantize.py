@@ -2,7 +2,7 @@
 
 import torch
 
-from . import _kernels, reference
+from . import _quantize_kernels, reference
 from ._formats import (
     BLOCK,
     COARSE,
@@ -17,7 +17,7 @@ from ._formats import (
     check_scale_rule,
     check_source,
 )
-from ._impl import Impl, pick
+from ._quantize_impl import Impl, pick
 from ._tensor import MXTensor, check_quantized
 
 
@@ -80,7 +80,7 @@ def quantize(
 
     tiles = granularity == "128x128"
     if pick(impl, x.device):
-        codes, scales = _kernels.quantize(
+        codes, scales = _quantize_kernels.quantize(
             x.detach(), dim, element, scale_rule == "rceil", COARSE if tiles else granularity, tiles
         )
         return MXTensor(codes.view(FORMATS[element].dtype), scales, dim, element, granularity)
@@ -137,7 +137,7 @@ def quantize_both(
             for dim in (1, 0)
         )
         return rows, columns
-    parts = _kernels.quantize_both(x_MK.detach(), element, scale_rule == "rceil")
+    parts = _quantize_kernels.quantize_both(x_MK.detach(), element, scale_rule == "rceil")
     row_codes, row_scales, column_codes, column_scales = parts
     dtype = FORMATS[element].dtype
     return (
@@ -172,7 +172,9 @@ def dequantize(
         raise TypeError(f"`dtype` must be float32, bfloat16, float16 or float64, got {dtype}.")
     reason = "its kernel computes in float32, not in float64" if dtype == torch.float64 else None
     if pick(impl, t.device, reason):
-        return _kernels.dequantize(t.data.view(torch.uint8), t.scales, t.dim, t.element, dtype)
+        return _quantize_kernels.dequantize(
+            t.data.view(torch.uint8), t.scales, t.dim, t.element, dtype
+        )
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     blocks = t.data.unflatten(t.dim, (t.scales.shape[t.dim], BLOCK))
     values = reference.dequantize_blocks(blocks, t.scales, t.dim, wide)

@@ -12,8 +12,8 @@ from ._formats import (
     check_row_granularity,
     check_scale_rule,
 )
-from ._impl import Impl
 from ._product_impl import ProductImpl, check_product_impl
+from ._quantize_impl import Impl
 
 Precision = Literal["mxfp8", "high"]
 

@@ -5,13 +5,13 @@ from typing import Self
 import torch
 from torch import nn
 
-from ._cached_weights import CachedWeights
+from ._cached_module import CachedModule
 from ._formats import check_blocks, check_source_dtype
 from ._functional import mx_linear
 from ._recipe import DEFAULT_RECIPE, MXRecipe, check_recipe
 
 
-class MXLinear(CachedWeights, nn.Linear):
+class MXLinear(CachedModule, nn.Linear):
     """A drop-in for `nn.Linear` that multiplies in MXFP8.
 
     The parameters are ordinary high-precision ones, with the names, shapes and initial values of

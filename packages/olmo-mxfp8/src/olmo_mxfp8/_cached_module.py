@@ -8,7 +8,7 @@ from ._recipe import MXRecipe
 from ._weight_cache import WeightCache
 
 
-class CachedWeights(nn.Module):
+class CachedModule(nn.Module):
     """A module that can keep its weights quantised between steps.
 
     A subclass calls `_cache_weights` once its parameters are there. A load and a move of the module
@@ -46,5 +46,5 @@ class CachedWeights(nn.Module):
 
 
 def _refresh_after_load(module: nn.Module, incompatible_keys: Any) -> None:
-    assert isinstance(module, CachedWeights), "the hook is on modules with caches"
+    assert isinstance(module, CachedModule), "the hook is on modules with caches"
     module.refresh()

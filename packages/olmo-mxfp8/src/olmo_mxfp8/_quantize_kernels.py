@@ -1,4 +1,4 @@
-"""The Triton kernels as torch operators, which `torch.compile` takes as single nodes.
+"""The kernels that quantise and dequantise as torch operators, which `torch.compile` takes as single nodes.
 
 Codes and scales are uint8 here. A tensor without values launches nothing.
 """
