@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from olmo_trainer.metrics import StepRecord, read_metrics
+from steady_program import STEADY
 
 ROOT = Path(__file__).parents[1]
 LAYOUTS = {
@@ -30,11 +31,25 @@ LAYOUTS = {
 }
 
 
+# Those whose dispatcher needs nothing on the host.
+STEADY_LAYOUTS = {
+    **{name: LAYOUTS[name] for name in ("data", "pipeline", "interleaved", "rowwise")},
+    "context": [*LAYOUTS["context"], "layout.dispatcher.kind=rowwise"],
+    "zero bubble, compiled": [*LAYOUTS["zero bubble"], "compile.kind=dense"],
+}
+
+
 def _train(folder: Path, *settings: str, processes: int = 1) -> list[float]:
+    _run(ROOT / "apps" / "trainer", folder, *settings, processes=processes)
+    records = read_metrics(folder / "metrics.jsonl")
+    return [each.loss for each in records if isinstance(each, StepRecord)]
+
+
+def _run(program: Path, folder: Path, *settings: str, processes: int = 1) -> str:
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    command += [str(ROOT / "apps" / "trainer"), "nano"]
+    command += [str(program), "nano"]
     for setting in (*settings, f"run.folder={folder}", "run.sample_bytes=0"):
         command += ["--set", setting]
     # Multicast stays off: a program that uses it can put a shared host's GPUs out of service.
@@ -47,8 +62,7 @@ def _train(folder: Path, *settings: str, processes: int = 1) -> list[float]:
         command, capture_output=True, text=True, check=False, env=environment, timeout=240
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    records = read_metrics(folder / "metrics.jsonl")
-    return [each.loss for each in records if isinstance(each, StepRecord)]
+    return done.stdout
 
 
 @pytest.mark.gpu
@@ -83,3 +97,13 @@ def test_two_gpus_give_the_losses_of_one(tmp_path, layout):
         tmp_path / "together", "precision.parameters=fp32", *LAYOUTS[layout], processes=2
     )
     assert together == pytest.approx(alone, rel=2e-4)
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("layout", STEADY_LAYOUTS)
+def test_steady_steps_on_two_gpus_wait_for_nothing(tmp_path, layout):
+    settings = [*STEADY_LAYOUTS[layout], "run.log_every=100", "run.heldout_every=0", "steps=7"]
+    program = Path(__file__).with_name("steady_program.py")
+    said = _run(program, tmp_path / "run", *settings, processes=2)
+    assert said.count(f"{STEADY} 4") == 2

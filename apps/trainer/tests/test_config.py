@@ -74,6 +74,8 @@ def test_every_recipe_is_valid_and_named_by_its_key():
             "precision.mxfp8=heads",
             "precision.mxfp8.0 = 'heads': input should be 'experts', 'shared'",
         ),
+        ("precision.mxfp8=experts,experts", "must name each once, got 'experts' twice"),
+        ('precision.mxfp8=["shared", "shared"]', "precision.mxfp8 = .*: must name each once, got"),
         ("device=tpu", "device = 'tpu': input should be 'auto', 'cpu' or 'cuda'"),
         ("optimizer.beta1=1", "optimizer.beta1 = 1: input should be less than 1"),
         ("optimizer.learning_rate=Infinity", "learning_rate = inf: input should be a finite"),
@@ -220,6 +222,48 @@ def test_a_run_too_short_for_its_warmup_says_so(settings, words, capsys):
     printed = capsys.readouterr().out
     assert ("leaves none of 10 steps" in printed) == (words is not None)
     assert words is None or words in printed
+
+
+def _lists(
+    model: type[BaseModel], prefix: str = "", chosen: tuple[str, ...] = ()
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the key of each list, and what chooses the strategies that it belongs to."""
+    for name, field in model.model_fields.items():
+        key, parts = f"{prefix}{name}", (field.annotation, *get_args(field.annotation))
+        if any(get_origin(part) is tuple for part in parts):
+            yield key, chosen
+        if get_origin(field.annotation) is dict:  # of names that a person gives
+            continue
+        for part in parts:
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                kind = part.model_fields.get("kind")
+                choice = (f"{key}.kind={kind.default}",) if kind else ()
+                yield from _lists(part, f"{key}.", chosen + choice)
+
+
+def test_no_list_takes_a_word_twice():
+    words = {
+        "precision.mxfp8": "shared",
+        "optimizer.decay": "routers",
+        "run.trackers": "wandb",
+        "recompute.layers": "1",
+        "data.source.paths": "a",
+    }
+    lists = list(_lists(TrainerConfig))
+    assert {key for key, _ in lists} == set(words)
+    for key, chosen in lists:
+        word = words[key]
+        apply_overrides(nano(), [*chosen, f"{key}={word}"])
+        message = rf"{re.escape(key)} = '{word},{word}': must name each once, got '?{word}'? twice"
+        with pytest.raises(ConfigError, match=message):
+            apply_overrides(nano(), [*chosen, f"{key}={word},{word}"])
+
+
+def test_no_name_of_an_object_is_given_twice():
+    source = '{"kind": "standard_library"}'
+    twice = f'{{"a": {{"source": {source}}}, "a": {{"source": {source}}}}}'
+    with pytest.raises(ConfigError, match=r"data.source.sources: must name each once, got 'a' tw"):
+        apply_overrides(nano(), ["data.source.kind=mixture", f"data.source.sources={twice}"])
 
 
 def _words(annotation: object) -> Iterator[str]:

@@ -93,6 +93,75 @@ def test_damage_is_said_and_a_run_whose_every_checkpoint_is_damaged_is_kept(
     assert _files(run) == before
 
 
+def _turn_a_bit(checkpoint: Path, place: int = -1) -> None:
+    file = checkpoint / "tensors-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_bit_that_turned_is_named_and_the_next_older_one_taken(command, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(command(6)) == 0
+    folder = run / "checkpoints"
+    for step in (4, 6):
+        _turn_a_bit(folder / f"step-{step:08d}")
+    before = _files(run)
+    assert main(["--resume", str(run), "--steps", "8"]) == 2
+    said = capsys.readouterr().err
+    assert f"{folder / 'step-00000006'}: damaged: its tensors cannot be read (rank 0: " in said
+    assert f"use an older checkpoint: {folder / 'step-00000004'}, in a run of its own with" in said
+    assert f"or go on here with --continue --set run.folder={run}, which takes" in said
+    assert _files(run) == before
+    assert main(command(8)) == 0
+    said = capsys.readouterr().out
+    for step in (6, 4):
+        checkpoint = f"{folder / f'step-{step:08d}'}"
+        assert f"DAMAGED: {checkpoint}: rank 0: ValueError: {checkpoint}/tensors-00000" in said
+        assert f"it is step-{step:08d}.damaged from now on. Going on from step-00000002\n" in said
+    assert "continuing" in said
+    assert [step for step, _ in _losses(run)] == list(range(1, 9))
+    names = [f"step-{step:08d}" for step in (2, 4, 6, 8)]
+    aside = [f"{name}.damaged" for name in names[1:3]]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names + aside)
+    for path in names[1:3]:  # byte for byte what they were
+        for file, at in before.items():
+            if file.parent.name == path:
+                assert (folder / f"{path}.damaged" / file.name).stat().st_mtime_ns == at
+    # A second of the same step gets a name of its own.
+    _turn_a_bit(folder / "step-00000008")
+    _turn_a_bit(folder / "step-00000006")
+    assert main(command(10)) == 0
+    assert "it is step-00000006.damaged-2 from now on" in capsys.readouterr().out
+
+
+def test_a_run_without_a_sound_checkpoint_is_left_as_it_is(command, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(command(4)) == 0
+    for step in (2, 4):
+        _turn_a_bit(run / "checkpoints" / f"step-{step:08d}")
+    before = _files(run)
+    assert main(command(6)) == 2
+    said = capsys.readouterr().err
+    assert "no checkpoint is as it was written, and none is left: " in said
+    assert "step-00000002" in said
+    assert "step-00000004" in said
+    assert _files(run) == before
+
+
+def test_a_damaged_one_that_cannot_be_set_aside_is_an_error(command, tmp_path, capsys, monkeypatch):
+    run = tmp_path / "run"
+    assert main(command(4)) == 0
+    _turn_a_bit(run / "checkpoints" / "step-00000004")
+
+    def refuse(*_):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert main(command(6)) == 2
+    assert "damaged, and cannot be set aside: rank 0: PermissionE" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("by", ["a file", "SIGTERM"])
 def test_a_stop_is_no_failure_and_the_command_goes_on(command, tmp_path, monkeypatch, by):
     run, original = tmp_path / "run", loop.update

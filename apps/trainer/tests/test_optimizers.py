@@ -1,18 +1,24 @@
 """Each optimizer a configuration names, with each of its options, is what moves the weights."""
 
+import io
+
 import pytest
 import torch
-from olmo_distopt import reference
+from olmo_distopt import GradientReducer, ShardedAdamW, ShardedMuon, reference
+from olmo_trainer import build, launch, loop
 from olmo_trainer.build import Assembly, assemble
 from olmo_trainer.checkpoint import load_checkpoint, save_checkpoint, state_of
 from olmo_trainer.checkpoint_manifest import CheckpointError, read_manifest
 from olmo_trainer.config import MuonConfig
 from olmo_trainer.data import Batch
+from olmo_trainer.launch import check_kernels
 from olmo_trainer.mesh import create_mesh
 from olmo_trainer.overrides import ConfigError, apply_overrides
 from olmo_trainer.recipes import nano
 from olmo_trainer.sizes import bytes_per_rank, count_parameters
 from olmo_trainer.step import accumulate_gradients, update
+from olmo_trainer.verify import check_config
+from rich.console import Console
 
 RATE = 0.02
 MUON = ["optimizer.kind=muon", "optimizer.products=fp32"]
@@ -168,9 +174,53 @@ def test_the_bytes_of_a_dry_run_are_those_of_the_state(kind, moments):
     assert bytes_per_rank(assembly.config, weights="fp32") == state + held
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("impl", ["auto", "reference", "triton"])
+def test_the_implementation_reaches_all_that_takes_one(monkeypatch, kind, impl):
+    given = {}
+
+    def listening(made):
+        def make(*parts, **options):
+            given[made.__name__] = options.pop("impl")
+            return made(*parts, **options)
+
+        return make
+
+    for made in (GradientReducer, ShardedAdamW, ShardedMuon):
+        monkeypatch.setattr(build, made.__name__, listening(made))
+    _assembly(f"optimizer.kind={kind}", f"optimizer.impl={impl}")
+    moves = {"adamw": "ShardedAdamW", "muon": "ShardedMuon"}[kind]
+    assert given == {"GradientReducer": impl, moves: impl}
+
+
+def test_kernels_that_cannot_run_are_named_before_anything_starts(make_config, monkeypatch):
+    config = make_config("optimizer.impl=triton")
+    gpu = torch.device("cuda", 0)
+    assert check_kernels(config, gpu) is None
+    assert check_kernels(make_config("optimizer.impl=auto"), torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match=r"impl = 'triton' runs .* but device is a CPU; use optim"):
+        loop.train(config, resume=None, console=Console(file=io.StringIO()))
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"but triton is not installed; use optimizer.impl = 'aut"):
+        check_kernels(config, gpu)
+
+
+def test_verify_takes_what_runs_on_a_cpu():
+    assert check_config(apply_overrides(nano(), ["optimizer.impl=triton"])).optimizer.impl == "auto"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (
+            ["optimizer.impl=cuda"],
+            "optimizer.impl = 'cuda': input should be 'auto', 'reference' or 'triton'",
+        ),
+        (
+            ["optimizer.impl=triton", "device=cpu"],
+            "optimizer.impl = 'triton' runs kernels on GPUs, got device = 'cpu'; use optimizer.im",
+        ),
         (["optimizer.kind=sgd"], "optimizer.kind = 'sgd': must be one of 'adamw', 'muon'"),
         (["optimizer.momentum=0.9"], "optimizer.momentum: no such key for kind = 'adamw'"),
         ([*MUON, "optimizer.momentum=1"], "optimizer.momentum = 1: input should be less than 1"),

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,34 @@ def test_the_numbers_of_a_report_are_those_of_its_runs(tmp_path):
     assert _call("--render", report.with_suffix(".json")).returncode == 0
     assert report.with_suffix(".svg").read_text().count("training loss") == 1
     assert f"![Curves]({report.stem}.svg)" in report.read_text()
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs Linux's /proc")
+def test_who_stops_the_program_stops_its_runs(tmp_path):
+    runs = tmp_path / "runs"
+    options = ("--dry-run", "--recipes", "toy", "--precisions", "bf16", "--steps", "1000000")
+    command = [sys.executable, str(PROGRAM), *options, "--out", str(tmp_path), "--runs", str(runs)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as program:
+        deadline = time.monotonic() + 300
+        while len(list(runs.glob(f"*/{METRICS}"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert len(_processes_of(runs)) == 2
+        program.terminate()
+        assert program.wait(60) == 128 + signal.SIGTERM
+    assert _processes_of(runs) == []
+
+
+def _processes_of(runs: Path) -> list[str]:
+    """Return the command lines of the trainers that write below `runs`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_text().replace("\0", " ")
+        except OSError:  # it has ended
+            continue
+        if f"run.folder={runs}" in words:
+            found.append(words)
+    return found
 
 
 def _stored(path: Path, seed: int, *, shared: str = "steps=20", norm: float = 1.0) -> Path:

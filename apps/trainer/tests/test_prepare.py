@@ -20,7 +20,7 @@ from olmo_trainer.cli import main
 from olmo_trainer.data import TokenFiles, TrainData
 from olmo_trainer.prepare import PrepareOptions, prepare
 from olmo_trainer.prepare import run as run_module
-from olmo_trainer.prepare.writer import State
+from olmo_trainer.prepare.writer import STATE, State
 from olmo_trainer.text import MANIFEST, JsonTokenizer, TokenManifest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -232,10 +232,6 @@ def test_what_holds_no_text_is_counted(tmp_path):
     manifest = prepare([tmp_path], tmp_path / "out", PrepareOptions())
     assert manifest.documents == 2
     assert manifest.skipped == {"empty": 2, "no text": 1, "not UTF-8": 2}
-    with pytest.raises(
-        ValueError, match=r"at least one text, found none \(left out: 1 not UTF-8\)"
-    ):
-        prepare([tmp_path / "b.txt"], tmp_path / "none", PrepareOptions())
 
 
 @pytest.mark.parametrize(
@@ -261,7 +257,40 @@ def test_a_malformed_input_is_named_with_its_place(tmp_path, name, content, mess
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         prepare([tmp_path / name], tmp_path / "out", PrepareOptions())
-    assert not (tmp_path / "out" / MANIFEST).exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_inputs_without_any_text_leave_no_trace(tmp_path, tokenizer, capsys):
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "there").mkdir()
+    for out in (tmp_path / "new" / "deeper", tmp_path / "there"):
+        words = ["prepare", str(tmp_path / "b.txt"), "--to", str(out), "--workers", "1"]
+        assert main([*words, "--tokenizer", str(tokenizer)]) == 2
+        said = capsys.readouterr().err
+        assert "must hold at least one text, found none (left out: 1 not UTF-8)" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.txt", "there"]
+    assert not list((tmp_path / "there").iterdir())
+
+
+def test_whole_files_before_a_malformed_line_stay_and_are_gone_on_from(tmp_path):
+    lines = json_lines(TEXTS)
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    source.write_bytes(lines + b"broken!")
+    options = PrepareOptions(file_tokens=200)
+    with pytest.raises(ValueError, match="each line must be a JSON object"):
+        prepare([source], out, options)
+    # Nothing of the malformed input's own chunk is whole: it is as if it had never begun.
+    assert not out.exists()
+    source.write_bytes(lines * 60 + b"broken!")
+    with pytest.raises(ValueError, match="each line must be a JSON object"):
+        prepare([source], out, options)
+    assert (out / STATE).is_file()
+    kept = len(list(out.glob("tokens-*.bin")))
+    assert kept > 1
+    source.write_bytes(lines * 60 + b"\n     \n")  # as many bytes
+    names: list[str] = []
+    prepare([source], out, options, on_file=names.append)
+    assert names[0] == f"tokens-{kept:05}.bin"
 
 
 def test_a_column_of_another_name_or_kind(tmp_path):

@@ -45,7 +45,12 @@ CHOICES = [
     ("data.attend=document", "model.attention.window=8", "recompute.kind=experts"),
     ("layout.schedule.kind=zero_bubble_h1", "precision.mxfp8=experts,shared"),
 ]
-ON_A_GPU = [*CHOICES, ("precision.saved=mxfp8",), ("compile.kind=dense", "loss.z_loss=1e-4")]
+ON_A_GPU = [
+    *CHOICES,
+    ("precision.saved=mxfp8",),
+    ("compile.kind=dense", "loss.z_loss=1e-4"),
+    ("data.sequence_length=512",),  # from 3072 tokens on, torch sorts for the embedding's gradient
+]
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from olmo_distopt import (
     Location,
     ReplicaGroups,
     ShardedAdamW,
+    _adamw_update,
     decays_matrices,
     reference,
 )
@@ -437,3 +438,62 @@ def _compare_with_torch(ranks, world, shapes, group_of, dtype, min_shard_numel, 
             cut = group_of[index] == "all" and numel % world == 0 and numel >= min_shard_numel
             for kind in ("main", "exp_avg", "exp_avg_sq"):
                 assert held[f"{kind}.{name}"] == (numel // world if cut else numel)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    numels=st.lists(st.sampled_from([0, 1, 3, 8, 9, 31, 64, 100]), min_size=1, max_size=12),
+    dtypes=st.lists(st.sampled_from([torch.float32, torch.bfloat16]), min_size=1, max_size=3),
+    moment_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    small=st.sampled_from([1, 9, 64, 1000]),
+    together=st.sampled_from([100, 150, 10_000]),
+    guarded=st.booleans(),
+)
+def test_small_tensors_together_get_the_bits_of_each_alone(
+    numels, dtypes, moment_dtype, small, together, guarded
+):
+    """Whatever is small, and however many elements go together; also where a step is skipped."""
+    groups = ReplicaGroups({"alone": None}, lambda *_: "alone")
+
+    def train(limits):
+        generator = torch.Generator().manual_seed(0)
+        named = [
+            (f"p{i}", nn.Parameter(torch.randn(n, generator=generator).to(dtypes[i % len(dtypes)])))
+            for i, n in enumerate(numels)
+        ]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_adamw_update, "_SMALL_NUMEL", limits[0])
+            patch.setattr(_adamw_update, "_TOGETHER_NUMEL", limits[1])
+            optimizer = ShardedAdamW(
+                *(named, groups),
+                lr=0.01,
+                decay=lambda name, _: int(name[1:]) % 2,
+                moment_dtype=moment_dtype,
+            )
+            for step in range(3):
+                for i, (_, parameter) in enumerate(named):
+                    grad = torch.randn(parameter.shape, generator=generator)
+                    wide = torch.float64 if i % 5 == 4 else torch.float32
+                    vars(parameter)["main_grad"] = grad.to(wide)
+                skip = torch.tensor(step == 1) if guarded else None
+                optimizer.step(grad_scale=torch.tensor(0.7), skip=skip)
+        state: dict[str, Any] = optimizer.state_dict()
+        tensors = {key: getattr(value, "local", value) for key, value in state.items()}
+        lots = [len(lot) for lots in (optimizer._adamw._plain or {}).values() for lot in lots]
+        return tensors | {name: parameter.detach() for name, parameter in named}, lots
+
+    alone, singles = train((0, 1))
+    joined, lots = train((small, together))
+    assert set(singles) <= {1}
+    assert sum(lots) == sum(singles)
+    for key, value in alone.items():
+        assert torch.equal(joined[key], value), key
+
+
+def test_a_hundred_small_tensors_are_one_lot(alone):
+    named = _named([(64,)] * 100)
+    _set_grads(named, 0)
+    optimizer = ShardedAdamW(named, alone, lr=0.1)
+    optimizer.step()
+    ((lot,),) = (optimizer._adamw._plain or {}).values()
+    assert len(lot) == 100

@@ -1,3 +1,5 @@
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,3 +95,37 @@ def test_membership_agreement_and_order(processes):
         assert all("members [1] differ from member 0" in message for message in messages)
 
     assert processes.run(_opposite_order, world=2) == [[3.0, 30.0, 300.0, 3000.0]] * 2
+
+
+def _warnings(rank, world):
+    """The messages of building a reducer and an optimizer over all kinds of groups."""
+    alone: Any = [dist.new_group([each]) for each in range(world)][rank]
+    pair: Any = dist.new_group([0, 1])
+    said = []
+    for groups in (
+        {"all": None},
+        {"all": None, "other": None},
+        {"all": alone},
+        {"all": None, "other": pair},
+        {"all": dist.group.WORLD},
+    ):
+        replica_groups = ReplicaGroups(groups, lambda *_: "all")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            named = [("w", nn.Parameter(torch.ones(2)))]
+            GradientReducer(named, replica_groups)
+            ShardedAdamW(named, replica_groups, lr=0.1)
+        said.append([str(each.message) for each in caught if "replica group" in str(each.message)])
+        files = {Path(each.filename).name for each in caught if "replica" in str(each.message)}
+        assert files <= {"test_groups.py", "_adamw.py"}, f"the warning points at {files}"
+    return said
+
+
+@pytest.mark.dist
+def test_processes_that_are_told_of_no_replicas_are_warned(processes):
+    """The group None of the examples, or WORLD from before the start, sums nothing in silence."""
+    for none, nones, *others in processes.run(_warnings, world=3):
+        for messages in (none, nones):
+            assert len(messages) == 2
+            assert "joins 3 processes, but every replica group is None" in messages[0]
+        assert others == [[], [], []]

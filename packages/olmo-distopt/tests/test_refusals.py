@@ -73,11 +73,6 @@ LISTS = {
     "used up": (_used_up, ValueError, "a generator that has been used up"),
     "tied by data": (_tied_by_data, ValueError, "`a.weight` and `b.weight` overlap"),
     "overlapping": (_overlapping, ValueError, "`a` and `b` overlap; tie weights by making them"),
-    "meta": (
-        lambda: _weight(torch.ones(2, 2, device="meta")),
-        ValueError,
-        "on the meta device; materialise the model",
-    ),
     "complex": (
         lambda: _weight(torch.ones(2, 2, dtype=torch.complex64)),
         ValueError,
@@ -103,6 +98,21 @@ def test_lists_that_are_no_parameters(alone, make, case):
     named, error, message = LISTS[case]
     with pytest.raises(error, match=message):
         make(named(), alone)
+
+
+def test_a_model_on_meta_has_a_state_dict_and_takes_no_step(alone):
+    """One process asks what a checkpoint of such a model would hold, and allocates nothing."""
+    named = [*_weight(torch.ones(2, 2, device="meta")), ("b", nn.Parameter(torch.ones(2)))]
+    with pytest.raises(ValueError, match="`w` must hold values, but it is on the meta device; ma"):
+        GradientReducer(named, alone)
+    for make in OPTIMIZERS:
+        optimizer = make(named, alone, lr=0.1)
+        assert len(optimizer.state_dict()) == (7 if make is ShardedAdamW else 6)
+        for _, parameter in named:
+            parameter.main_grad = torch.zeros_like(parameter)
+        with pytest.raises(ValueError, match="`w` must hold values, but it is on the meta device"):
+            optimizer.step()
+        assert torch.equal(named[1][1], torch.ones(2))
 
 
 def test_views_of_one_line_that_do_not_overlap_are_parameters(alone):

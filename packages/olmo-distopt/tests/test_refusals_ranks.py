@@ -58,6 +58,11 @@ REFUSED = {
         lambda: {"locations": {"w": Location((2, 4), 1)}},
         "rows of `w` must lie within",
     ),
+    "no values": (
+        _adamw,
+        lambda: {"named": [("w", nn.Parameter(torch.ones(2, 4, device="meta")))]},
+        "`w` must hold values, but it is on the meta device",
+    ),
     "no scale": (_adamw, lambda: {"make": ShardedMuon, "scale": "x"}, "`scale` must be one of"),
     "no matrix": (
         _adamw,

@@ -23,7 +23,8 @@ from olmo_mxfp8 import (
 pytestmark = KERNEL_MARKS
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.x")
-IMPLS = ["dequantise", pytest.param("coarse", marks=needs_hopper)]
+# The interpreter does not know Hopper's units.
+IMPLS = ["dequantise", *([] if INTERPRETED else [pytest.param("coarse", marks=needs_hopper)])]
 SIZES = [(5, 32, 27), (0, 5, 3), (5, 0, 0, 3), (0, 0), (7,), (33, 31, 0, 140), (1, 1, 1)]
 OUT = torch.float32 if INTERPRETED else torch.bfloat16
 

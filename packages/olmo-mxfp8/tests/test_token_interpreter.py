@@ -3,4 +3,4 @@
 
 def test_the_kernels_in_the_interpreter(interpreter):
     skipped = interpreter.skipped("test_token_kernels.py")
-    assert skipped == ["the interpreter is not for large tensors"]
+    assert set(skipped) == {"needs compute capability 9.x"}

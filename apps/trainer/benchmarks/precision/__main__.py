@@ -10,9 +10,11 @@ runs that were under way; `--render A.json B.json` joins what several calls have
 import argparse
 import os
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -61,15 +63,18 @@ def main() -> int:
     out = options.out or (Path(tempfile.mkdtemp()) if options.dry_run else REPORTS)
     data = report.new_file(out, options.device, dry=options.dry_run)
     runs, paths = [], []
-    with tempfile.TemporaryDirectory() as scratch:
-        for run in train_all(
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        ended = train_all(
             cases,
             shared,
-            options.runs or Path(scratch),
+            options.runs or scratch,
             keep=options.runs is not None,
             workers=options.workers,
             threads=max(1, (os.cpu_count() or 1) // options.workers),
-        ):
+        )
+        for run in stack.enter_context(closing(ended)):
             runs.append(run)
             said = run.failure or (
                 f"loss {last_tenth(run.losses):.4f}, gradient norm {last_tenth(run.norms):.3f} "
@@ -94,7 +99,7 @@ def _options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         help=f"default {DEFAULT_PRECISIONS}; {known}",
     )
     parser.add_argument("--seeds", type=_seeds, default="0,1,2", help="default 0,1,2")
-    parser.add_argument("--steps", type=int, help="of every run; default: toy 1000, mid 1200")
+    parser.add_argument("--steps", type=int, help="of every run; default: 1000")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--workers", type=int, default=2, help="runs side by side; default 2")
     parser.add_argument("--out", type=Path, help="folder of the report; default: reports/")

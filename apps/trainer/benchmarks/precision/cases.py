@@ -42,12 +42,12 @@ DEFAULT_PRECISIONS = "bf16,rceil,floor,coarse"
 RECIPES: dict[str, tuple[str, ...]] = {
     "toy": ("steps=1000", "model.attention.num_kv_heads=4"),
     "mid": (
-        *("steps=1200", "schedule.warmup_steps=100", "optimizer.learning_rate=2e-3"),
+        *("steps=1000", "schedule.warmup_steps=100", "optimizer.learning_rate=2e-3"),
         *("model.d_model=512", "model.num_layers=8", "model.dense_hidden=1536"),
         *("model.attention.num_heads=8", "model.attention.num_kv_heads=4"),
         *("model.attention.head_dim=64", "model.moe.num_experts=32", "model.moe.top_k=4"),
         *("model.moe.expert_hidden=256", "model.moe.shared_hidden=256"),
-        *("data.sequence_length=512", "batch.sequences=32"),
+        *("data.sequence_length=512", "batch.sequences=8"),
     ),
 }
 _DRY = (

@@ -6,7 +6,7 @@ What comes back is read from the run's own `metrics.jsonl`, and nowhere else.
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +46,7 @@ def train_all(
     keep: bool,
     workers: int,
     threads: int,
-) -> Iterator[Run]:
+) -> Generator[Run, None, None]:
     """Train each case in `folder`; yield runs as they end, `workers` at a time.
 
     Args:
@@ -57,26 +57,41 @@ def train_all(
         workers: Runs side by side.
         threads: CPU threads of each.
     """
+    running: list[subprocess.Popen[str]] = []
     with ThreadPoolExecutor(workers) as pool:
         waiting = [
             pool.submit(
-                _train, case, shared[case.recipe], folder / case.name, keep=keep, threads=threads
+                _train, case, shared[case.recipe], folder / case.name, keep, threads, running
             )
             for case in cases
         ]
-        for done in as_completed(waiting):
-            yield done.result()
+        try:
+            for done in as_completed(waiting):
+                yield done.result()
+        finally:  # who stops the program stops its runs
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                process.kill()
 
 
-def _train(case: Case, shared: Sequence[str], folder: Path, *, keep: bool, threads: int) -> Run:
+def _train(
+    case: Case,
+    shared: Sequence[str],
+    folder: Path,
+    keep: bool,
+    threads: int,
+    running: list[subprocess.Popen[str]],
+) -> Run:
     settings = [*settings_of(case, shared), f"run.threads={threads}", f"run.folder={folder}"]
     command = [sys.executable, str(_TRAINER), "train", "toy"]
     for each in settings:
         command += ["--set", each]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    run = read_run(case, folder, said=done.stdout, status=done.returncode)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        running.append(process)
+        said, _ = process.communicate()
+    run = read_run(case, folder, said=said, status=process.returncode)
     if not keep:
         shutil.rmtree(folder, ignore_errors=True)
     return run

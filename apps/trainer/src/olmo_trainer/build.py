@@ -22,12 +22,14 @@ from torch import nn
 
 from olmo_trainer.compiler import build_regions
 from olmo_trainer.config import (
+    DropsRerun,
     ExpertsRecompute,
     MuonConfig,
     SkipGuard,
     TrainerConfig,
 )
 from olmo_trainer.dispatcher import build_dispatcher, live_dispatches
+from olmo_trainer.growing_dispatcher import GrowingDispatcher
 from olmo_trainer.growing_executor import GrowingExecutor
 from olmo_trainer.guard import Breaker, Guard
 from olmo_trainer.mesh import Mesh
@@ -40,6 +42,7 @@ from olmo_trainer.model.moe import MoE
 from olmo_trainer.model.regions import EAGER, Regions
 from olmo_trainer.model.transformer import Transformer
 from olmo_trainer.pipeline_schedule import build_schedule, split_rules
+from olmo_trainer.rerun import StepRerun
 from olmo_trainer.sizes import stage_layers
 from olmo_trainer.stage import Stage
 from olmo_trainer.statistics import StepStatistics
@@ -64,6 +67,7 @@ class Assembly:
     reducer: GradientReducer
     optimizer: Optimizer
     guard: Guard | None
+    rerun: StepRerun | None
     breaker: Breaker
     executor: GrowingExecutor
     dispatcher: Dispatcher
@@ -233,6 +237,7 @@ def build_optimizer(
             embeddings="embedding" in chosen.decay, routers="routers" in chosen.decay
         ),
         moment_dtype=DTYPES[chosen.moments],
+        impl=chosen.impl,
         locations={
             name: Location((config.model.moe.num_experts, *parameter.shape[1:]), first_expert)
             for name, parameter in named
@@ -240,6 +245,13 @@ def build_optimizer(
         },
         after_rebuild=after_rebuild,
     )
+
+
+def _build_rerun(config: TrainerConfig, dispatcher: Dispatcher) -> StepRerun | None:
+    if not isinstance(config.rerun, DropsRerun):
+        return None
+    assert isinstance(dispatcher, GrowingDispatcher), "the configuration was checked: it has room"
+    return StepRerun(config.rerun, dispatcher)
 
 
 def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
@@ -299,9 +311,10 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
         stages=stages,
         statistics=statistics,
         replica_groups=groups,
-        reducer=GradientReducer(named, groups),
+        reducer=GradientReducer(named, groups, impl=config.optimizer.impl),
         optimizer=optimizer,
         guard=Guard(config.guard, mesh) if isinstance(config.guard, SkipGuard) else None,
+        rerun=_build_rerun(config, dispatcher),
         breaker=Breaker(),
         executor=GrowingExecutor(
             lambda count: PipelineExecutor(

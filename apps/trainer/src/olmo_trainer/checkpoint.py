@@ -25,13 +25,18 @@ from olmo_trainer.checkpoint_manifest import (
     CheckpointError,
     Manifest,
     checkpoint_path,
+    checkpoints_of,
+    is_whole,
     write_manifest,
 )
 from olmo_trainer.checkpoint_storage import TensorReader, TensorWriter
 from olmo_trainer.config import TrainerConfig
 from olmo_trainer.guard import PREFIX as GUARD
+from olmo_trainer.guard import Guard
 from olmo_trainer.mesh import Mesh
 from olmo_trainer.model.transformer import Transformer
+from olmo_trainer.rerun import PREFIX as RERUN
+from olmo_trainer.rerun import StepRerun
 
 
 class SaveError(RuntimeError):
@@ -39,9 +44,14 @@ class SaveError(RuntimeError):
 
 
 def state_of(assembly: Assembly) -> dict[str, Any]:
-    """Return the live state by global name: of optimizer, selection biases, guard; no copies."""
-    guard = {} if assembly.guard is None else assembly.guard.state_dict()
-    return {**assembly.optimizer.state_dict(), **bias_shards(assembly.selection_biases), **guard}
+    """Return the live state by global name; no copies.
+
+    Of the optimizer, the selection biases, the guard and the reruns.
+    """
+    state = {**assembly.optimizer.state_dict(), **bias_shards(assembly.selection_biases)}
+    for part in _memories(assembly):
+        state |= part.state_dict()
+    return state
 
 
 def bias_shards(biases: Mapping[int, SelectionBias]) -> dict[str, Any]:
@@ -136,12 +146,14 @@ def load_checkpoint(assembly: Assembly, manifest: Manifest) -> None:
         CheckpointError: A tensor is missing, extra, or of another shape; on every rank alike.
     """
     expected = _gather_elements(assembly.mesh, state_of(assembly))
-    # A guard may come, go or change its window: it then starts without memories.
-    guard = {} if assembly.guard is None else assembly.guard.state_dict()
-    if any(manifest.elements.get(name) != tensor.numel() for name, tensor in guard.items()):
-        guard = {}
+    # A guard or reruns may come or go, or a guard change its window: it starts without memories.
+    memories: dict[str, Any] = {}
+    for part in _memories(assembly):
+        found = part.state_dict()
+        if all(manifest.elements.get(name) == tensor.numel() for name, tensor in found.items()):
+            memories |= found
     names = expected.keys() | manifest.elements.keys()
-    for name in sorted(name for name in names if not name.startswith(GUARD)):
+    for name in sorted(name for name in names if not name.startswith((GUARD, RERUN))):
         here, there = expected.get(name), manifest.elements.get(name)
         if here != there:
             raise CheckpointError(
@@ -149,9 +161,11 @@ def load_checkpoint(assembly: Assembly, manifest: Manifest) -> None:
                 f"{_elements(here)} here"
             )
     biases = bias_shards(assembly.selection_biases)
-    state = {**assembly.optimizer.start_loading(), **biases, **guard}
+    state = {**assembly.optimizer.start_loading(), **biases, **memories}
     _read(state, manifest, alone=assembly.mesh.world_group is None)
     assembly.optimizer.finish_loading()
+    if assembly.rerun is not None:
+        assembly.rerun.finish_loading()
 
 
 def load_model_state(model: Transformer, manifest: Manifest) -> None:
@@ -169,9 +183,22 @@ def _read(state: dict[str, Any], manifest: Manifest, *, alone: bool) -> None:
             dcp.load(state, storage_reader=TensorReader(manifest.path), no_dist=alone)
     except CheckpointException as error:
         raise CheckpointError(
-            f"{manifest.path}: damaged: its tensors cannot be read ({_reasons(error)}); use an "
-            "older checkpoint"
+            f"{manifest.path}: damaged: its tensors cannot be read ({_reasons(error)}); "
+            f"{_older(manifest)}"
         ) from error
+
+
+def _older(manifest: Manifest) -> str:
+    """Return what to do without this checkpoint."""
+    run = manifest.run
+    for step, path in [] if run is None else checkpoints_of(run):
+        if step < manifest.step and is_whole(path):
+            return (
+                f"use an older checkpoint: {path}, in a run of its own with --set "
+                f"run.folder=ANOTHER, or go on here with --continue --set run.folder={run}, which "
+                "takes the newest that is as it was written"
+            )
+    return "use an older checkpoint; there is none beside it"
 
 
 def _reasons(error: CheckpointException) -> str:
@@ -199,6 +226,10 @@ def _gather_elements(mesh: Mesh, state: dict[str, Any]) -> dict[str, int]:
     gathered: list[Any] = [None] * mesh.world
     dist.all_gather_object(gathered, elements)
     return {name: count for each in gathered for name, count in each.items()}
+
+
+def _memories(assembly: Assembly) -> list[Guard | StepRerun]:
+    return [part for part in (assembly.guard, assembly.rerun) if part is not None]
 
 
 def _elements(count: int | None) -> str:

@@ -159,7 +159,9 @@ class TensorReader(StorageReader):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pieces: dict[tuple[str, int], Piece] = {}
+        self.pieces: dict[
+            tuple[str, int], Piece
+        ] = {}  # by tensor and start, once the index is read
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing outlives a load."""
@@ -184,7 +186,7 @@ class TensorReader(StorageReader):
                 shape = torch.Size(entry["shape"])
                 pieces = [Piece(**piece) for piece in entry["pieces"]]
                 _check_pieces(name, math.prod(shape), pieces)
-                self._pieces |= {(name, piece.start): piece for piece in pieces}
+                self.pieces |= {(name, piece.start): piece for piece in pieces}
                 tensors[name] = TensorStorageMetadata(
                     properties=TensorProperties(dtype=DTYPES[entry["dtype"]]),
                     size=shape,
@@ -212,7 +214,7 @@ class TensorReader(StorageReader):
         by_file: dict[str, list[tuple[ReadItem, Piece]]] = {}
         for item in plan.items:
             index = item.storage_index
-            piece = self._pieces[index.fqn, index.offset[0] if index.offset else 0]
+            piece = self.pieces[index.fqn, index.offset[0] if index.offset else 0]
             by_file.setdefault(piece.file, []).append((item, piece))
         for name, items in by_file.items():
             with TensorFile(self._folder / name) as file:

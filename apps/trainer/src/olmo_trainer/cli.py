@@ -116,8 +116,8 @@ def _parser() -> argparse.ArgumentParser:
         "--continue",
         action="store_true",
         dest="goes_on",
-        help="go on with the newest checkpoint of run.folder, or start when there is none: the "
-        "same command again after a crash",
+        help="go on with the newest checkpoint of run.folder that is as it was written, or start "
+        "when there is none: the same command again after a crash",
     )
     train.add_argument(
         "--dry-run", action="store_true", help="print config, parameters and bytes; train nothing"
@@ -255,11 +255,12 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     from olmo_trainer.checkpoint import SaveError
     from olmo_trainer.loop import train
+    from olmo_trainer.rerun import DroppedError
     from olmo_trainer.step import NonFiniteError
 
     try:
         outcome = train(config, resume=resume, goes_on=options.goes_on, console=console)
-    except (NonFiniteError, SaveError) as error:
+    except (NonFiniteError, DroppedError, SaveError) as error:
         _explain(error)
         return 1
     if outcome is None:

@@ -16,6 +16,16 @@ from olmo_trainer.config_batch import NoBatchWarmup as NoBatchWarmup
 from olmo_trainer.config_compile import CompileConfig as CompileConfig
 from olmo_trainer.config_compile import DenseCompile as DenseCompile
 from olmo_trainer.config_compile import NoCompile as NoCompile
+from olmo_trainer.config_data import DataConfig as DataConfig
+from olmo_trainer.config_data import IngredientConfig as IngredientConfig
+from olmo_trainer.config_data import MixtureSource as MixtureSource
+from olmo_trainer.config_data import NoFilter as NoFilter
+from olmo_trainer.config_data import PlainSourceConfig as PlainSourceConfig
+from olmo_trainer.config_data import RepeatsFilter as RepeatsFilter
+from olmo_trainer.config_data import SourceConfig as SourceConfig
+from olmo_trainer.config_data import StandardLibrarySource as StandardLibrarySource
+from olmo_trainer.config_data import TextFolderSource as TextFolderSource
+from olmo_trainer.config_data import TokenFilesSource as TokenFilesSource
 from olmo_trainer.config_dispatcher import AllToAllDispatcher as AllToAllDispatcher
 from olmo_trainer.config_dispatcher import AutoDispatcher as AutoDispatcher
 from olmo_trainer.config_dispatcher import DeepEPDispatcher as DeepEPDispatcher
@@ -43,6 +53,9 @@ from olmo_trainer.config_recompute import BlocksRecompute as BlocksRecompute
 from olmo_trainer.config_recompute import ExpertsRecompute as ExpertsRecompute
 from olmo_trainer.config_recompute import NoRecompute as NoRecompute
 from olmo_trainer.config_recompute import RecomputeConfig as RecomputeConfig
+from olmo_trainer.config_rerun import DropsRerun as DropsRerun
+from olmo_trainer.config_rerun import NoRerun as NoRerun
+from olmo_trainer.config_rerun import RerunConfig as RerunConfig
 from olmo_trainer.config_schedule import CosineSchedule as CosineSchedule
 from olmo_trainer.config_schedule import LinearSchedule as LinearSchedule
 from olmo_trainer.config_schedule import ScheduleConfig as ScheduleConfig
@@ -148,98 +161,6 @@ class ModelConfig(Config):
         return range(min(self.num_dense_layers, self.num_layers), self.num_layers)
 
 
-class StandardLibrarySource(Config):
-    """The text of the Python standard library that came with the interpreter."""
-
-    kind: Literal["standard_library"] = "standard_library"
-
-
-class TextFolderSource(Config):
-    """A folder of the user's own text files, a document each."""
-
-    kind: Literal["text_folder"] = "text_folder"
-    path: str = Field(min_length=1)
-    pattern: str = Field(default="*.txt", min_length=1)
-
-
-class TokenFilesSource(Config):
-    """Token files: folders that `prepare` wrote, or OLMo-core's memory maps."""
-
-    kind: Literal["token_files"] = "token_files"
-    paths: Annotated[tuple[str, ...], SplitWords] = Field(
-        min_length=1, description="files, folders or patterns"
-    )
-    dtype: Literal["auto", "uint16", "uint32"] = Field(
-        default="auto", description="auto = what the manifest or the header says"
-    )
-    end_of_document: int | None = Field(
-        default=None, ge=0, description="id that ends a document; none = what the manifest says"
-    )
-    check: Literal["all", "sampled"] = Field(
-        default="all", description="how much of files without a manifest is read before training"
-    )
-
-
-PlainSourceConfig = Annotated[
-    StandardLibrarySource | TextFolderSource | TokenFilesSource, Field(discriminator="kind")
-]
-
-
-class IngredientConfig(Config):
-    """A source of a mixture."""
-
-    source: PlainSourceConfig
-    weight: float = Field(default=1.0, gt=0, description="relative to the other sources'")
-    max_passes: float | None = Field(
-        default=None, gt=0, description="most times it is read; none = data.max_passes"
-    )
-
-
-class MixtureSource(Config):
-    """Several sources, by name, each with a weight."""
-
-    kind: Literal["mixture"] = "mixture"
-    sources: dict[Annotated[str, Field(min_length=1)], IngredientConfig] = Field(min_length=1)
-
-
-SourceConfig = Annotated[
-    StandardLibrarySource | TextFolderSource | TokenFilesSource | MixtureSource,
-    Field(discriminator="kind"),
-]
-
-
-class NoFilter(Config):
-    """Train on every sequence."""
-
-    kind: Literal["none"] = "none"
-
-
-class RepeatsFilter(Config):
-    """Leave out sequences in which a short pattern stands many times in a row."""
-
-    kind: Literal["repeats"] = "repeats"
-    max_period: int = Field(default=13, ge=1, description="longest pattern, in tokens")
-    max_count: int = Field(default=32, ge=2, description="times in a row that are too many")
-
-
-FilterConfig = Annotated[NoFilter | RepeatsFilter, Field(discriminator="kind")]
-
-
-class DataConfig(Config):
-    """Which text, and how it is held out and packed."""
-
-    source: SourceConfig = StandardLibrarySource()
-    max_passes: float | None = Field(
-        default=None, gt=0, description="most times any text is read; none = without end"
-    )
-    attend: Literal["sequence", "document"] = Field(
-        default="sequence", description="document = no token sees another document's"
-    )
-    filter: FilterConfig = NoFilter()
-    sequence_length: int = Field(default=256, ge=2)
-    heldout_fraction: float = Field(default=0.05, gt=0, lt=1)
-
-
 class LossConfig(Config):
     """What is optimised beside the cross entropy, but for the routers' losses (`model.moe`)."""
 
@@ -307,6 +228,7 @@ class TrainerConfig(Config):
     optimizer: OptimizerConfig = AdamWConfig()
     schedule: ScheduleConfig = CosineSchedule()
     guard: GuardConfig = StopGuard()
+    rerun: RerunConfig = NoRerun()
     layout: LayoutConfig = LayoutConfig()
     run: RunConfig = RunConfig()
 
@@ -332,6 +254,13 @@ class TrainerConfig(Config):
             self._saved_fits()
         if layout.dispatcher.kind == "deepep":
             self._deepep_fits()
+        if self.optimizer.impl == "triton" and self.device == "cpu":
+            raise ValueError(
+                "optimizer.impl = 'triton' runs kernels on GPUs, got device = 'cpu'; use "
+                "optimizer.impl = 'auto' or 'reference'"
+            )
+        if isinstance(self.rerun, DropsRerun):
+            self._rerun_fits(self.rerun)
         return self
 
     def _context_fits(self) -> None:
@@ -393,6 +322,21 @@ class TrainerConfig(Config):
             raise ValueError(
                 "layout.dispatcher 'deepep' moves BF16 between GPUs, got precision.parameters = "
                 f"{self.precision.parameters!r} and device = {self.device!r}; use 'all_to_all'"
+            )
+
+    def _rerun_fits(self, rerun: DropsRerun) -> None:
+        chosen = self.layout.dispatcher
+        first = chosen.capacity_factor if isinstance(chosen, RowwiseDispatcher) else None
+        if first is None:
+            raise ValueError(
+                "rerun.kind = 'drops' needs layout.dispatcher.kind = 'rowwise' with a "
+                f"capacity_factor, got kind = {chosen.kind!r} without one, which drops nothing; "
+                "set layout.dispatcher.capacity_factor, or rerun.kind = 'none'"
+            )
+        if rerun.most_capacity_factor is not None and rerun.most_capacity_factor <= first:
+            raise ValueError(
+                f"rerun.most_capacity_factor ({rerun.most_capacity_factor}) must be above "
+                f"layout.dispatcher.capacity_factor ({first}), from where buffers grow"
             )
 
     def _mxfp8_fits(self) -> None:

@@ -25,6 +25,11 @@ class ElementwiseConfig(Config):
         default="fp32", description="bf16 = half the bytes of moments and momentum"
     )
     max_grad_norm: float = Field(default=1.0, gt=0)
+    impl: Literal["auto", "reference", "triton"] = Field(
+        default="auto",
+        description="what adds up gradients and moves weights: plain torch, or kernels on GPUs; "
+        "auto = as olmo-distopt chooses",
+    )
 
     @model_validator(mode="after")
     def _moments_hold_the_betas(self) -> Self:

@@ -1,6 +1,7 @@
 """The dispatcher that a layout names, with buffers for what one microbatch can bring."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 
@@ -9,7 +10,14 @@ from olmo_ep_comm import Dispatcher, create_dispatcher
 from olmo_pipeline import Schedule
 from olmo_routing import admit
 
-from olmo_trainer.config import AutoDispatcher, DeepEPDispatcher, RowwiseDispatcher, TrainerConfig
+from olmo_trainer.config import (
+    AutoDispatcher,
+    DeepEPDispatcher,
+    DropsRerun,
+    RowwiseDispatcher,
+    TrainerConfig,
+)
+from olmo_trainer.growing_dispatcher import GrowingDispatcher
 from olmo_trainer.mesh import Mesh
 from olmo_trainer.sizes import stage_layers
 
@@ -74,20 +82,49 @@ def build_dispatcher(
             "live_forwards": live_forwards,
             "timeout_s": chosen.timeout_s,
         }
-        if chosen.capacity_factor is not None:
-            # When the load is even, a rank receives as many routes as its tokens have.
-            even = sizes["max_tokens"] * moe.top_k
-            options["capacity"] = math.ceil(chosen.capacity_factor * even)
-            options["admit"] = partial(admit, policy=chosen.drop)
     elif isinstance(chosen, DeepEPDispatcher):
         options = {
             **sizes,
             "cpu_timeout_s": chosen.cpu_timeout_s,
             "gpu_timeout_s": chosen.gpu_timeout_s,
         }
-    try:
-        return create_dispatcher(
-            kind, num_experts=moe.num_experts, group=mesh.expert_group, **options
-        )
-    except RuntimeError as error:
-        raise ValueError(f"layout.dispatcher.kind = {kind!r}: {error}") from error
+
+    def make(**capacity: object) -> Dispatcher:
+        try:
+            return create_dispatcher(
+                kind,
+                num_experts=moe.num_experts,
+                group=mesh.expert_group,
+                **options,
+                **capacity,
+            )
+        except RuntimeError as error:
+            raise ValueError(f"layout.dispatcher.kind = {kind!r}: {error}") from error
+
+    if isinstance(chosen, RowwiseDispatcher) and chosen.capacity_factor is not None:
+        # When the load is even, a rank receives as many routes as its tokens have.
+        even = sizes["max_tokens"] * moe.top_k
+        return _with_capacity(config, chosen, chosen.capacity_factor, even, make)
+    return make()
+
+
+def _with_capacity(
+    config: TrainerConfig,
+    chosen: RowwiseDispatcher,
+    factor: float,
+    even: int,
+    make: Callable[..., Dispatcher],
+) -> Dispatcher:
+    """Return the dispatcher of `factor` times the `even` rows, one that grows where steps may."""
+
+    def of_factor(factor: float) -> Dispatcher:
+        return make(capacity=math.ceil(factor * even), admit=partial(admit, policy=chosen.drop))
+
+    if not isinstance(config.rerun, DropsRerun):
+        return of_factor(factor)
+    moe, num_ranks = config.model.moe, config.layout.expert
+    # Where every token of the group sends all that it can to one rank.
+    worst = num_ranks * min(moe.top_k, moe.num_experts // num_ranks) / moe.top_k
+    return GrowingDispatcher(
+        of_factor, factor, most=min(worst, config.rerun.most_capacity_factor or worst)
+    )

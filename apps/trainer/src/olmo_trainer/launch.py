@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,23 @@ def pick_device(config: TrainerConfig) -> torch.device:
             f"{available} for local rank {local_rank}; start fewer processes or set device=cpu"
         )
     return torch.device("cuda", local_rank)
+
+
+def check_kernels(config: TrainerConfig, device: torch.device) -> None:
+    """Raise `ValueError` when this process cannot run the kernels that are asked for by name.
+
+    Before any process group; `device` is what `pick_device` returns.
+    """
+    if config.optimizer.impl != "triton":
+        return
+    lacks = "device is a CPU" if device.type == "cpu" else ""
+    if find_spec("triton") is None:
+        lacks = "triton is not installed"
+    if lacks:
+        raise ValueError(
+            f"optimizer.impl = 'triton' runs kernels on GPUs, but {lacks}; use optimizer.impl = "
+            "'auto' or 'reference'"
+        )
 
 
 @contextmanager

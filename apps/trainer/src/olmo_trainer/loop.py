@@ -27,12 +27,13 @@ from olmo_trainer.checkpoint_manifest import (
     discard_leftovers,
 )
 from olmo_trainer.checkpoint_saver import CheckpointSaver
+from olmo_trainer.checkpoint_soundness import newest_sound
 from olmo_trainer.compiler import require_compiler
 from olmo_trainer.config import TrainerConfig
 from olmo_trainer.data import Batch, ByteTokenizer, TrainData
 from olmo_trainer.device_peaks import peak_flops
 from olmo_trainer.dispatcher import check_installed
-from olmo_trainer.launch import launched, pick_device
+from olmo_trainer.launch import check_kernels, launched, pick_device
 from olmo_trainer.learning_rate import learning_rate
 from olmo_trainer.memory import measure_memory
 from olmo_trainer.mesh import Mesh
@@ -48,6 +49,7 @@ from olmo_trainer.open_data import end_with_data, open_data
 from olmo_trainer.phases import PhaseClock
 from olmo_trainer.progress import Progress
 from olmo_trainer.rank_times import RankTimes, slow_rank
+from olmo_trainer.rerun import DroppedError
 from olmo_trainer.run_folder import claim_folder, prepare_folder
 from olmo_trainer.sizes import count_flops, count_parameters
 from olmo_trainer.step import NonFiniteError, accumulate_gradients, heldout_loss, update
@@ -76,18 +78,24 @@ def train(
     Args:
         config: The run.
         resume: A checkpoint to continue from.
-        goes_on: Whether a folder with a run that has saved nothing may be started in again.
+        goes_on: The same command goes on with the run again and again: `resume` is the newest
+            checkpoint and gives way to an older one if its bytes are not as they were written; a
+            folder with a run that has saved nothing may be started in again.
         console: Where the main rank prints.
 
     Returns:
         `None` when `resume` is already at the last step: nothing is done.
 
     Raises:
-        ValueError: Data or checkpoint do not fit the configuration; before any process group.
+        ValueError: Data or checkpoint do not fit the configuration; before any process group, but
+            for an older checkpoint.
         NonFiniteError: A gradient or the held-out loss is not finite. The last checkpoint stands.
+        DroppedError: A step drops too many routes and is not to be taken, or there is no room for
+            larger buffers. The last checkpoint stands.
     """
     require_trackers(config.run.trackers)
     device = pick_device(config)
+    check_kernels(config, device)
     check_installed(config)
     require_compiler(config, device)
     data = open_data(config)
@@ -110,6 +118,14 @@ def train(
         mesh.barrier()
         if resume is not None and resume.path.suffix == ".replaced":  # has its name again
             resume = replace(resume, path=resume.path.with_suffix(""))
+        if resume is not None and goes_on:
+            resume = newest_sound(
+                mesh,
+                resume,
+                say=lambda text: console.print(text, soft_wrap=True) if mesh.is_main else None,
+            )
+            check_same_model(resume, config.model)
+            check_same_data(resume, data.fingerprint)
         run = _Run(config, mesh, data, folder, console)
         outcome = run.train(resume)
         run.assembly.close()
@@ -269,16 +285,22 @@ class _Run:
                 accumulation=config.batch.accumulation,
             )
         ]
-        accumulate_gradients(
-            assembly,
-            batches,
-            stop=stop.is_set() or (mesh.is_main and (self.folder / STOP).exists()),
-            save_failed=self.saver.failed,
-            enter=self.clock.enter,
-        )
-        self.clock.enter("step")
         rate = learning_rate(config, step - 1)
-        self.reader.take(step, rate, update(assembly, step, rate), self.clock)
+        try:
+            accumulate_gradients(
+                assembly,
+                batches,
+                stop=stop.is_set() or (mesh.is_main and (self.folder / STOP).exists()),
+                save_failed=self.saver.failed,
+                enter=self.clock.enter,
+            )
+            self.clock.enter("step")
+            updated = update(assembly, step, rate)
+        except DroppedError:
+            while self.reader.is_due(at_once=True):  # steps before it, which were taken
+                self._write(self.reader.read().record)
+            raise
+        self.reader.take(step, rate, updated, self.clock)
 
     def _read_steps(self, step: int, progress: Progress) -> tuple[StepRecord | None, _Asked]:
         """Read the steps that are due after step `step` was launched, and write down all before it.
@@ -301,6 +323,8 @@ class _Run:
             self.rank_times.add(record.phase_seconds)
             if result.reasons:
                 progress.say(f"step {record.step} is left out: {', '.join(result.reasons)}")
+            if words := result.reruns.describe():
+                progress.say(f"step {record.step} {words}")
             if record.step == step:
                 return record, asked
             self._write(record)

@@ -13,7 +13,8 @@ JSON has no word for the values of a run that went wrong: they are written as th
 `"NaN"`, `"Infinity"` and `"-Infinity"` and read back as floats (in a header's `info`, which may
 hold text of its own, they stay strings). `null` is a value that was not measured.
 
-A line is flushed as soon as it is written, so a killed process loses at most the line it was in.
+A line is flushed as soon as it is written, so a killed process loses at most the line it was in;
+on a GPU also that of the step before, which is written when the next one is under way.
 Such a torn last line is skipped by a reader and cut off by the next writer.
 
 Units: a loss is in nats per token. One byte-level token is one byte, so bits per byte are
@@ -65,6 +66,10 @@ class StepRecord:
         dropped: Routes of all layers that found no room at their experts' rank.
         skipped: 1 when the guard left this step out, else 0.
         num_skipped: Steps left out so far.
+        reruns: Times that the step was run again because it dropped too many routes; every other
+            number but `seconds` and `phase_seconds` is of its last run.
+        capacity_factor: Of the dispatcher in the last run; None where no step may run again.
+        over_capacity: 1 when the step was taken although it dropped too many routes, else 0.
         balance: Every number of olmo_routing's `measure_balance`, by its name: a list of one entry
             per MoE layer. `gerrymandered` is 0 or 1.
         z_losses: Router z-loss of each MoE layer.
@@ -100,6 +105,9 @@ class StepRecord:
     dropped: int = 0
     skipped: int = 0
     num_skipped: int = 0
+    reruns: int = 0
+    capacity_factor: float | None = None
+    over_capacity: int = 0
     balance: dict[str, list[float]] = field(default_factory=dict)
     z_losses: list[float] = field(default_factory=list)
     phase_seconds: dict[str, float] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 import difflib
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -51,9 +52,18 @@ def _split(setting: str) -> tuple[str, Any]:
     if not separator or not key:
         raise ConfigError(f"--set needs KEY=VALUE, got {setting!r}; as in --set batch.sequences=8")
     try:
-        return key, json.loads(text)
+        return key, json.loads(text, object_pairs_hook=partial(_require_once, key))
     except json.JSONDecodeError:
         return key, text
+
+
+def _require_once(key: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object, of which Python's reader would keep the last of a name."""
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{key}: must name each once, got {name!r} twice")
+    return dict(pairs)
 
 
 def _set_kind(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -93,7 +103,11 @@ def _unknown(key: str, tree: dict[str, Any]) -> ConfigError:
     known = [name for name, _ in _leaves(tree) if name != key]
     parent, _, leaf = key.rpartition(".")
     near = [name for name in known if name.rpartition(".")[2] == leaf]
-    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    # Of a long path the last word decides nothing: it must be near of its own.
+    alike = set(difflib.get_close_matches(leaf, {name.rpartition(".")[2] for name in known}, n=99))
+    near = near or difflib.get_close_matches(
+        key, [name for name in known if name.rpartition(".")[2] in alike], n=1, cutoff=0.8
+    )
     node = _find(tree, key)
     where = f" for kind = {node['kind']!r}" if isinstance(node, dict) and "kind" in node else ""
     hint = ""

@@ -74,6 +74,14 @@ class StepSums:
         """Return `counts_E` (int64) of a layer."""
         return self._counts_LE[layer - self.moe_layers.start].round().to(torch.int64)
 
+    def dropped_part(self) -> float:
+        """Return the part of all requested routes that found no room; reads the vector.
+
+        The same on every rank after the reduction over the world: both are exact counts.
+        """
+        dropped, requested = torch.stack((self._totals[5], self._counts_LE.sum())).tolist()
+        return dropped / max(requested, 1.0)
+
     def totals(self) -> StepTotals:
         """Return the losses, the number of targets, and what a rank asked for or reported.
 

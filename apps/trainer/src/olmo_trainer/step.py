@@ -3,8 +3,9 @@
     counts of the global batch -> executor (all microbatches) -> statistics and gradients reduced
     -> one norm, one clip factor, one verdict of the guard -> selection biases -> optimizer
 
-The halves are separate because `verify` looks at the gradients between them. On a GPU neither waits
-for the device: what the host wants to know of a step is read later (`step_reader.py`).
+A step that drops too many routes runs its first half again (`rerun.py`). The halves are separate
+because `verify` looks at the gradients between them. On a GPU neither waits for the device, but for
+reruns: what else the host wants to know of a step is read later (`step_reader.py`).
 """
 
 import math
@@ -18,6 +19,7 @@ from olmo_trainer.build import Assembly
 from olmo_trainer.config import SkipGuard
 from olmo_trainer.data import Batch
 from olmo_trainer.guard import Skips
+from olmo_trainer.rerun import Reruns
 from olmo_trainer.stage import Microbatch
 
 
@@ -27,10 +29,11 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class Update:
-    """How an update went; on the device, the same on every rank."""
+    """How an update went; the same on every rank, on the device where nothing else is said."""
 
     norm: torch.Tensor  # of the gradient, before clipping; 0-d float32
     verdict: torch.Tensor  # of the guard, for `check_update`; empty without one
+    reruns: Reruns  # plain values
 
 
 def count_tokens(assembly: Assembly, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,7 +59,8 @@ def accumulate_gradients(
 ) -> None:
     """Run this rank's microbatches; leave the reduced gradients in `main_grad`.
 
-    The statistics are reduced over the world too.
+    The statistics are reduced over the world too. What drops too many routes is run again, from
+    nothing: see `StepRerun`.
 
     Args:
         assembly: This rank's parts.
@@ -65,25 +69,35 @@ def accumulate_gradients(
         stop: This rank asks all ranks to stop after the step.
         save_failed: This rank knows that the save in the background came to nothing.
         enter: Is told each phase that begins (`phases.py`).
+
+    Raises:
+        DroppedError: There is no room for the larger buffers of a rerun.
     """
-    assembly.statistics.zero()
-    if stop:
-        assembly.statistics.request_stop()
-    if save_failed:
-        assembly.statistics.report_failed_save()
-    assembly.reducer.zero()
     enter("wait")
     loss_tokens, real_tokens = count_tokens(assembly, batches)
     # A global batch without one target has loss 0, not 0 / 0.
     loss_tokens, real_tokens = loss_tokens.clamp_min(1.0), real_tokens.clamp_min(1.0)
     microbatches = [Microbatch(batch, loss_tokens, real_tokens, loss_scale) for batch in batches]
     width = assembly.config.model.d_model
-    assembly.executor.run(
-        microbatches, activation_shape=lambda each: (*each.batch.tokens_BS.shape, width)
-    )
-    enter("reduce")
-    assembly.reducer.reduce()
-    assembly.mesh.sum_over_world(assembly.statistics.vector)
+
+    def run() -> None:
+        assembly.statistics.zero()
+        if stop:
+            assembly.statistics.request_stop()
+        if save_failed:
+            assembly.statistics.report_failed_save()
+        assembly.reducer.zero()
+        assembly.executor.run(
+            microbatches, activation_shape=lambda each: (*each.batch.tokens_BS.shape, width)
+        )
+        enter("reduce")
+        assembly.reducer.reduce()
+        assembly.mesh.sum_over_world(assembly.statistics.vector)
+
+    if assembly.rerun is None:
+        run()
+    else:
+        assembly.rerun.repeat(run, assembly.statistics)
 
 
 def gradient_norm(assembly: Assembly) -> torch.Tensor:
@@ -114,7 +128,10 @@ def update(assembly: Assembly, step: int, rate: float) -> Update:
         NonFiniteError: As `check_update`, on every rank alike, but for the guard's patience: at
             once where the host has the norm, as on a CPU; elsewhere the caller finds out when it
             reads the update, and nothing moves until then.
+        DroppedError: On every rank alike: the step drops too many routes. Nothing is changed.
     """
+    if assembly.rerun is not None:
+        assembly.rerun.require_room(step)
     config, guard = assembly.config, assembly.guard
     norm = gradient_norm(assembly)
     verdict = norm.new_zeros(0, dtype=torch.int64)
@@ -128,7 +145,8 @@ def update(assembly: Assembly, step: int, rate: float) -> Update:
     update_biases(assembly, skip)
     factor = clip_factor(norm, config.optimizer.max_grad_norm)
     assembly.optimizer.step(lr=rate, grad_scale=factor, skip=skip)
-    return Update(norm, verdict)
+    reruns = Reruns() if assembly.rerun is None else assembly.rerun.report()
+    return Update(norm, verdict, reruns)
 
 
 def check_update(assembly: Assembly, step: int, norm: float, verdict: Sequence[float]) -> Skips:

@@ -18,6 +18,7 @@ import torch
 from olmo_trainer.build import Assembly
 from olmo_trainer.metrics import StepRecord
 from olmo_trainer.phases import PhaseClock, StepMarks
+from olmo_trainer.rerun import Reruns
 from olmo_trainer.statistics import LayerBalance, StepSums, StepTotals, num_sums
 from olmo_trainer.step import Update, check_update
 
@@ -30,11 +31,13 @@ class StepResult:
         record: What is written down of it.
         totals: Its sums over all ranks.
         reasons: Why it was left out; empty = it was not.
+        reruns: How often it was run, and with how much room.
     """
 
     record: StepRecord
     totals: StepTotals
     reasons: tuple[str, ...]
+    reruns: Reruns
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class _Pending:
     rate: float
     numbers: torch.Tensor  # on the host, float64: sums, norm, verdict; whole once the marks passed
     marks: StepMarks
+    reruns: Reruns
 
 
 class StepReader:
@@ -79,7 +83,7 @@ class StepReader:
             ]
         )
         numbers = line.to("cpu", non_blocking=True)  # torch takes pinned memory for it
-        self._pending.append(_Pending(step, rate, numbers, clock.end()))
+        self._pending.append(_Pending(step, rate, numbers, clock.end(), updated.reruns))
 
     def is_due(self, *, at_once: bool) -> bool:
         """Whether there is a step to read: one that is a step back, or `at_once` any."""
@@ -116,12 +120,15 @@ class StepReader:
             dropped=totals.dropped,
             skipped=int(bool(skips.reasons)),
             num_skipped=skips.total,
+            reruns=pending.reruns.times,
+            capacity_factor=pending.reruns.capacity_factor,
+            over_capacity=int(pending.reruns.over_limit),
             phase_seconds=phases,
             flops_per_second=flops,
             model_flops_utilization=None if self._peak is None else flops / world / self._peak,
             **_of_layers(sums.layers(num_ranks=self._assembly.mesh.num_expert)),
         )
-        return StepResult(record, totals, skips.reasons)
+        return StepResult(record, totals, skips.reasons, pending.reruns)
 
 
 def _of_layers(layers: Sequence[LayerBalance]) -> dict[str, Any]:

@@ -204,6 +204,7 @@ def check_config(config: TrainerConfig) -> TrainerConfig:
             "precision": config.precision.model_copy(update={"parameters": "fp32"}),
             "data": config.data.model_copy(update={"sequence_length": length}),
             "batch": BatchConfig(sequences=SEQUENCES, accumulation=1),
+            "optimizer": config.optimizer.model_copy(update={"impl": "auto"}),
         }
     )
 
@@ -220,6 +221,7 @@ def case_config(config: TrainerConfig, case: Case) -> TrainerConfig:
         **sizes._asdict(), schedule=schedule, dispatcher=dispatcher
     ).model_dump(mode="json")
     tree["batch"]["accumulation"] = case.accumulation
+    tree["rerun"] = {"kind": "none"}  # without a capacity nothing is dropped
     return parse_config(tree).for_world(sizes.world)
 
 

@@ -14,6 +14,7 @@ from olmo_trainer.config import (
     LayoutConfig,
     NoCompile,
     NoRecompute,
+    NoRerun,
     PrecisionConfig,
     TrainerConfig,
 )
@@ -98,6 +99,15 @@ def _choices() -> tuple[Choice, ...]:
     split = ("recompute.kind=blocks", "layout.schedule.kind=zero_bubble_v")
     both = ("recompute.kind=blocks", "layout.dispatcher.kind=rowwise")
     made += [
+        # From too little room for any expert: only reruns give all routes theirs.
+        Choice(
+            "rerun of drops",
+            (
+                *("layout.dispatcher.kind=rowwise", "layout.dispatcher.capacity_factor=0.02"),
+                *("rerun.kind=drops", "rerun.growth=4"),
+            ),
+            EXPERTS,
+        ),
         Choice("recompute experts", ("recompute.kind=experts",), EXPERTS),
         Choice("recompute blocks, split backward", split, STAGES),
         Choice("recompute blocks, rowwise", both, EXPERTS),
@@ -147,6 +157,7 @@ def verify_choices(
             "recompute": NoRecompute(),
             "compile": NoCompile(),
             "layout": LayoutConfig(),
+            "rerun": NoRerun(),
         }
     )
     fitting, unfit = [], {}

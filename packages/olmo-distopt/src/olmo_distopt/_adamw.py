@@ -75,7 +75,8 @@ class ShardedAdamW(ShardedOptimizer):
         Main weights start from the parameters as they are now, which must be bitwise the same on
         all replicas. Construction is collective and compares them: a checksum of every parameter on
         its device, then one small all-reduce and one read from the device a replica group.
-        A step reads nothing from the device.
+        A step reads nothing from the device. In one process a model on the meta device has an
+        optimizer too, which takes no step: its `state_dict()` says what a checkpoint holds.
     """
 
     def __init__(

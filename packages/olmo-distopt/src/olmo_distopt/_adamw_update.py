@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ._arguments import require_betas, require_number
+from ._bucket_order import fill_buckets
 from ._groups import ReplicaGroup
 from ._impl import Impl, require_impl, runs_kernel
 from ._moments import require_moment_dtype
@@ -103,6 +104,10 @@ class _Rates:
 RateKey = tuple[torch.device, float, float]
 """What decides the rates of a state: its device, and its factors of `lr` and `weight_decay`."""
 
+# Plain torch updates tensors of at most so many elements together, up to so many in all: a dozen
+# operations on each cost the host more than to copy them to one line and back.
+_SMALL_NUMEL, _TOGETHER_NUMEL = 2**14, 2**20
+
 # Of what the kernel reads and writes; other floating dtypes are plain torch's.
 _KERNEL_WEIGHTS = {torch.float32, torch.bfloat16, torch.float16}
 _KERNEL_GRADS = {torch.float64, *_KERNEL_WEIGHTS}
@@ -121,7 +126,7 @@ class AdamWUpdate:
     def __init__(self, rule: AdamWRule) -> None:
         self._rule = rule
         # What has been looked up; None: nothing. The kernel's lines are in tables on the device.
-        self._plain: dict[RateKey, list[TensorState]] | None = None
+        self._plain: dict[RateKey, list[list[TensorState]]] | None = None
         self._tables: dict[RateKey, Any] = {}
 
     def forget_places(self) -> None:
@@ -161,11 +166,11 @@ class AdamWUpdate:
             )
             if key in self._tables:
                 self._launch(self._tables[key], rates)
-            for state in plain.get(key, ()):
-                _update(_tensors(state), rates, self._rule)
+            for together in plain.get(key, ()):
+                _update_together([_tensors(state) for state in together], rates, self._rule)
 
-    def _look_up(self, states: Sequence[TensorState]) -> dict[RateKey, list[TensorState]]:
-        """Make the tables of what the kernel updates; return the other states."""
+    def _look_up(self, states: Sequence[TensorState]) -> dict[RateKey, list[list[TensorState]]]:
+        """Make the tables of what the kernel updates; return the other states, in lots."""
         plain: dict[RateKey, list[TensorState]] = {}
         lines: dict[RateKey, list[Tensors]] = {}
         for state in states:
@@ -183,8 +188,8 @@ class AdamWUpdate:
             self._tables = {
                 key: tabulate([Line(*line) for line in each]) for key, each in lines.items()
             }
-        self._plain = plain
-        return plain
+        self._plain = {key: _lots(each) for key, each in plain.items()}
+        return self._plain
 
     def _launch(self, tables: Any, rates: _Rates) -> None:
         from ._triton.adamw import adamw
@@ -208,6 +213,32 @@ def _why_not_these(state: TensorState) -> str | None:
     if weight in _KERNEL_WEIGHTS and grad in _KERNEL_GRADS:
         return None
     return f"takes no weight of {weight} with a gradient of {grad}, as `{state.name}` has"
+
+
+def _lots(states: Sequence[TensorState]) -> list[list[TensorState]]:
+    """Return the states in lots: small ones of the same dtypes together, others by themselves."""
+    return fill_buckets(
+        states,
+        key=lambda state: (str(state.grad().dtype), str(state.parameter.dtype)),
+        num_bytes=lambda state: (
+            _TOGETHER_NUMEL if state.main.numel() > _SMALL_NUMEL else state.main.numel()
+        ),
+        limit=_TOGETHER_NUMEL,
+    )
+
+
+def _update_together(lines: list[Tensors], rates: _Rates, rule: AdamWRule) -> None:
+    """Update lines of the same dtypes, elementwise as each alone and so with the same bits."""
+    if len(lines) == 1:
+        _update(lines[0], rates, rule)
+        return
+    main, grad, exp_avg, exp_avg_sq, copy = zip(*lines, strict=True)
+    sizes = [line.numel() for line in main]
+    columns = (main, exp_avg, exp_avg_sq, copy)
+    joined = [torch.cat(column) for column in columns]
+    _update((joined[0], torch.cat(grad), *joined[1:]), rates, rule)  # pyright: ignore[reportArgumentType] # five
+    for column, line in zip(columns, joined, strict=True):
+        torch.split_with_sizes_copy(line, sizes, out=column)
 
 
 def _update(line: Tensors, rates: _Rates, rule: AdamWRule) -> None:

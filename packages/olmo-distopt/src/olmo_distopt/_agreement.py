@@ -10,6 +10,7 @@ all go on or all raise.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ._checksum import checksum
+from ._collective import is_together
 from ._groups import ReplicaGroup, ReplicaGroups
 
 T = TypeVar("T")
@@ -64,6 +66,7 @@ def agree(
             held.setdefault(group.name, []).append(description)
     except Exception as error:
         refusal = error
+    _warn_of_no_replicas(replica_groups)
     heard = "" if refusal is None else f"{type(refusal).__name__}: {refusal}"
     shared = replica_groups.shared()
     said = {name: repr(value) for name, value in options.items()}
@@ -80,6 +83,19 @@ def agree(
     if heard:
         raise ValueError(heard)
     return items
+
+
+def _warn_of_no_replicas(replica_groups: ReplicaGroups) -> None:
+    """Warn where processes work side by side and none is told of another."""
+    num_processes = dist.get_world_size() if is_together() else 1
+    if num_processes > 1 and replica_groups.are_all_none():
+        warnings.warn(
+            f"torch.distributed joins {num_processes} processes, but every replica group is None, "
+            "so that no gradient is summed over any of them. Give the process groups of the "
+            "replicas, such as `torch.distributed.group.WORLD`, which is None before "
+            "`init_process_group`. Where no two processes hold the same parameter, ignore this.",
+            stacklevel=4,  # where a reducer is built; of an optimizer, its constructor
+        )
 
 
 def _difference(

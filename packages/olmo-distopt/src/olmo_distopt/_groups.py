@@ -124,6 +124,12 @@ class ReplicaGroups:
             )
         return group
 
+    def are_all_none(self) -> bool:
+        """Return whether no process group was given at all, not even one of this process alone."""
+        return all(
+            group.process_group is None and group.rank == 0 for group in self._groups.values()
+        )
+
     def shared(self) -> list[ReplicaGroup]:
         """Return the groups of two or more processes that this one is a member of, by name."""
         return [group for group in self._groups.values() if group.rank >= 0 and group.size > 1]

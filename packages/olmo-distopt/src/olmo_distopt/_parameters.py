@@ -84,11 +84,11 @@ def _words(value: object) -> str:
 
 
 def require_own_memory(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise unless every parameter is a plain tensor that holds its elements, for itself alone.
+    """Raise unless every parameter is a plain tensor, and no two share memory.
 
     Raises:
-        ValueError: one is on the meta device, two overlap in memory, or one is a tensor of another
-            kind, such as a `DTensor`, whose elements lie elsewhere.
+        ValueError: two overlap, or one is a tensor of another kind, such as a `DTensor`, whose
+            elements lie elsewhere.
     """
     places: list[tuple[str, int, int, str]] = []
     for name, parameter in parameters:
@@ -98,13 +98,8 @@ def require_own_memory(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
                 f"{type(parameter.data).__name__}; replicas are told by `ReplicaGroups`, and no "
                 "other wrapper shards or replicates the model."
             )
-        if parameter.is_meta:
-            raise ValueError(
-                f"Parameter `{name}` must hold values, but it is on the meta device; materialise "
-                "the model first, as with `model.to_empty(device=...)` and an initialisation."
-            )
         first = parameter.data_ptr()
-        if parameter.numel():
+        if parameter.numel() and not parameter.is_meta:
             places.append((str(parameter.device), first, first + parameter.nbytes, name))
     places.sort()
     for (device, _, end, name), (other_device, first, _, other) in pairwise(places):
@@ -113,6 +108,19 @@ def require_own_memory(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
                 f"Each parameter must have memory of its own, but `{name}` and `{other}` overlap; "
                 "tie weights by making them one `nn.Parameter`, listed under one name."
             )
+
+
+def require_values(name: str, parameter: nn.Parameter) -> None:
+    """Raise for a parameter on the meta device.
+
+    Raises:
+        ValueError: it is there.
+    """
+    if parameter.is_meta:
+        raise ValueError(
+            f"Parameter `{name}` must hold values, but it is on the meta device; materialise the "
+            "model first, as with `model.to_empty(device=...)` and an initialisation."
+        )
 
 
 def main_grad(name: str, parameter: nn.Parameter) -> torch.Tensor:

@@ -36,7 +36,7 @@ from ._collective import collective_device, is_together
 from ._gradient_bucket import GradientBucket
 from ._groups import ReplicaGroups
 from ._impl import Impl, require_impl, runs_kernel
-from ._parameters import GradientWindow, require_own_memory, trainable
+from ._parameters import GradientWindow, require_own_memory, require_values, trainable
 from ._partition import MIN_SHARD_NUMEL, equal_ranges
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ class GradientReducer:
             parameters = trainable(named_parameters)
             require_own_memory(parameters)
             for name, parameter in parameters:
+                require_values(name, parameter)
                 _require_clean(name, parameter, accumulate_dtype)
                 runs_kernel(impl, parameter.device)
             return parameters

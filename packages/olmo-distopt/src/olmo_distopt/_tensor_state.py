@@ -14,7 +14,7 @@ from torch import nn
 
 from ._flat_shard import FlatShard, Location
 from ._groups import ReplicaGroup
-from ._parameters import main_grad, scattered_range
+from ._parameters import main_grad, require_values, scattered_range
 from ._partition import Range
 
 
@@ -78,11 +78,12 @@ class TensorState:
         """Raise unless the parameter and the elements owned of its gradient can be stepped.
 
         Raises:
-            ValueError: there is no contiguous `main_grad` of the parameter's shape on its device,
-                or its sum over the replicas was scattered in other ranges than those of this state;
-                or the parameter is no longer where its main weights are, or of their shape.
+            ValueError: the parameter is on the meta device, or no longer contiguous where its main
+                weights are; there is no contiguous `main_grad` of its shape on its device; or its
+                sum over the replicas was scattered in other ranges than those of this state.
         """
         parameter, main = self.parameter, self.main
+        require_values(self.name, parameter)
         if parameter.device != main.device or not parameter.is_contiguous():
             raise ValueError(
                 f"Parameter `{self.name}` must stay contiguous and on {main.device}, where its "
@@ -139,6 +140,8 @@ class StatePlan:
                 f"Parameter `{self.name}` must be of at most 32 bits, the precision of its main "
                 f"weight, got {self.parameter.dtype}."
             )
+        if self.group.size > 1:
+            require_values(self.name, self.parameter)  # they are compared
         self._global_line()
 
     def described(self) -> tuple[object, ...]:

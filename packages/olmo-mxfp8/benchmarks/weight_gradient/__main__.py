@@ -122,20 +122,13 @@ def _products(
         arguments = (dy_RF, rows, groups, recipe, impl, torch.bfloat16)
         return contender(partial(weight_gradient, *arguments), limit)
 
-    def kernel_alone(programs: int) -> Contender:
-        from olmo_mxfp8._triton.tiling import Tiling
+    def kernel_alone() -> Contender:
         from olmo_mxfp8._triton.token_product import token_product
 
-        halves = Tiling(rows=64, columns=128, inner=128, warps=4, flatten=True)
         a, b = _quantised(dy_RF, rows, offsets_E)
         codes = [each[0].view(torch.float8_e4m3fn) for each in (a, b)]
-        call = partial(
-            token_product,
-            *(codes[0], a[1], codes[1], b[1], offsets_E, dy_RF.shape[0], torch.bfloat16),
-            cut=halves if programs == 2 else None,
-            programs=programs,
-        )
-        return contender(call, 0.045)
+        arguments = (codes[0], a[1], codes[1], b[1], offsets_E, dy_RF.shape[0], torch.bfloat16)
+        return contender(partial(token_product, *arguments), 0.045)
 
     makers: dict[str, Callable[[], Contender]] = {
         "bf16, torch": lambda: Contender(
@@ -145,8 +138,7 @@ def _products(
         "FP8: quantise both, multiply": partial(of_layer, _FP8, 0.045),
     }
     if not is_dry:
-        makers["FP8, operands quantised"] = partial(kernel_alone, 1)
-        makers["the same, two half tiles at once"] = partial(kernel_alone, 2)
+        makers["FP8, operands quantised"] = kernel_alone
     return makers
 
 

@@ -77,15 +77,17 @@ def scaled_grouped_mm(
             512 experts and fewer than 2^30 rows. `"dequantise"` makes bfloat16 copies of both
             operands, exact for values from 2^-133 on, and multiplies those: CUDA of compute
             capability 8.0 or newer. `"coarse"` multiplies the codes on FP8 tensor cores and adds in
-            float32 after each 128 of K: compute capability 9.x, `a` of granularity 128, `b` of
-            granularity `"128x128"`; it is within `2^-10 sum |a| |b|` of the exact sum. `"native"`
-            gives codes and scales to the scaled units of compute capability 10.x, which nobody has
-            run yet: by torch's `scaled_grouped_mm` where this torch has it and it can (two e4m3
-            operands, bfloat16 out, N a multiple of 16, at least as many rows as experts), else by a
-            Triton kernel. On a CPU `"dequantise"` runs in Triton's interpreter alone, and
-            `"coarse"`, which needs triton 3.6 or newer, does not. `"auto"` is the first of
-            `"coarse"` and `"dequantise"` that can run, on CUDA, because each reads the operands
-            once and waits for nothing on the host; and `"reference"` everywhere else.
+            float32 after each 128 of K: compute capability 9.x and triton 3.6 or newer, `a` of
+            granularity 128, `b` of granularity `"128x128"`. Those cores keep 13 bits behind the
+            largest of 128 products: on ordinary data the result is within `2^-10 sum |a| |b|` of
+            the exact sum, and within `2^-5.9 sum |a| |b|` where few products outweigh all others.
+            `"native"` gives codes and scales to the scaled units of compute capability 10.x, which
+            nobody has run yet: by torch's `scaled_grouped_mm` where this torch has it and it can
+            (two e4m3 operands, bfloat16 out, N a multiple of 16, at least as many rows as experts),
+            else by a Triton kernel. On a CPU only `"dequantise"` runs, in Triton's interpreter.
+            `"auto"` is the first of `"coarse"` and `"dequantise"` that can run, on CUDA, because
+            each reads the operands once and waits for nothing on the host; and `"reference"`
+            everywhere else.
 
     Returns:
         `out_dtype`, `(R, N)`.

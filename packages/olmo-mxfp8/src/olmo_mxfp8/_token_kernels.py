@@ -95,7 +95,7 @@ def token_product(
 ) -> Tensor:
     """Return `dw`, (E, F, D), of two operands of `quantize_tokens`; 0 for an expert without rows.
 
-    It is within `2^-10 sum |a| |b|` of the exact sum. F and D are multiples of 128.
+    Its error is that of `"coarse"` in `scaled_grouped_mm`. F and D are multiples of 128.
     """
     from ._triton.token_product import token_product as kernel
 

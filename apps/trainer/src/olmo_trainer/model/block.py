@@ -17,7 +17,10 @@ from olmo_trainer.model.visibility import Visibility
 
 
 class Block(nn.Module):
-    """One layer of the model; x (B, S, D) to (B, S, D)."""
+    """One layer of the model; x (B, S, D) to (B, S, D).
+
+    `regions` are its dense stretches, as they stand or compiled.
+    """
 
     def __init__(
         self,

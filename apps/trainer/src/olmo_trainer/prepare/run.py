@@ -4,14 +4,14 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from olmo_trainer.prepare.encode import TokenizerFile, encode_in_order
 from olmo_trainer.prepare.inputs import InputFile, find_inputs
 from olmo_trainer.prepare.readers import read_texts
-from olmo_trainer.prepare.writer import STATE, Position, State, TokenWriter
+from olmo_trainer.prepare.writer import PARTIAL, STATE, Position, State, TokenWriter
 from olmo_trainer.text import MANIFEST, TOKENIZER, TokenManifest, Vocabulary, token_dtype
 
 # What a worker is given at once; a longer text goes alone.
@@ -71,8 +71,8 @@ def prepare(
         What `folder/manifest.json` says.
 
     Raises:
-        ValueError: An input, an option or the folder is not as it should be. Nothing is written,
-            but by an error within an input: there the whole files stay.
+        ValueError: An input, an option or the folder is not as it should be, or there is no text.
+            Nothing is left behind, but the whole files that came before an error within an input.
     """
     if num_workers < 1:
         raise ValueError(f"`num_workers` must be at least 1, got {num_workers}.")
@@ -88,32 +88,35 @@ def prepare(
         "file_tokens": options.file_tokens,
     }
     _require_free(folder)
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         state = State.read(
             folder, {"options": words, "inputs": sizes, "vocabulary": asdict(vocabulary)}
         )
-        state.write(folder)
-        if options.tokenizer is not None:
-            shutil.copyfile(options.tokenizer.expanduser(), folder / TOKENIZER)
-        items = _read(inputs, options.field, state.position, on_read)
-        with (
-            closing(encode_in_order(_chunks(items), file, num_workers)) as results,
-            TokenWriter(folder, state, dtype, options.file_tokens) as writer,
-        ):
-            for encoded, chunk in results:
-                documents = iter(encoded)
-                for text, reason, position in chunk:
-                    if not text:
-                        writer.skip(reason, position)
-                    elif writer.append(next(documents), position):
-                        on_file(state.files[-1].name)
-            writer.finish()
-        if not state.files:
-            left_out = ", ".join(f"{count} {reason}" for reason, count in state.skipped.items())
-            raise ValueError(
-                f"the inputs must hold at least one text, found none (left out: {left_out or 0})."
-            )
+        with _without_trace(folder, made, state):
+            state.write(folder)
+            if options.tokenizer is not None:
+                shutil.copyfile(options.tokenizer.expanduser(), folder / TOKENIZER)
+            items = _read(inputs, options.field, state.position, on_read)
+            with (
+                closing(encode_in_order(_chunks(items), file, num_workers)) as results,
+                TokenWriter(folder, state, dtype, options.file_tokens) as writer,
+            ):
+                for encoded, chunk in results:
+                    documents = iter(encoded)
+                    for text, reason, position in chunk:
+                        if not text:
+                            writer.skip(reason, position)
+                        elif writer.append(next(documents), position):
+                            on_file(state.files[-1].name)
+                writer.finish()
+            if not state.files:
+                left_out = ", ".join(f"{count} {reason}" for reason, count in state.skipped.items())
+                raise ValueError(
+                    "the inputs must hold at least one text, found none "
+                    f"(left out: {left_out or 0})."
+                )
         manifest = TokenManifest(
             vocabulary, dtype.name, tuple(state.files), words, sizes, state.skipped
         )
@@ -150,6 +153,25 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+@contextmanager
+def _without_trace(folder: Path, made: Sequence[Path], state: State) -> Iterator[None]:
+    """Within, wrong input that left no whole file behind leaves nothing else either.
+
+    `made` are the folders that were not there before, the innermost first. What a killed process
+    or a full disk leaves stays, so that the same command goes on.
+    """
+    try:
+        yield
+    except ValueError:
+        if not state.files:
+            for name in (STATE, TOKENIZER, PARTIAL):
+                (folder / name).unlink(missing_ok=True)
+            with suppress(OSError):  # somebody else has put something there
+                for each in made:
+                    each.rmdir()
+        raise
 
 
 def _read(

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from olmo_trainer.text import WrittenFile
 
 STATE = "unfinished.json"
+PARTIAL = "tokens.bin.partial"  # the file in hand
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -191,4 +192,4 @@ class TokenWriter:
 
     @property
     def _partial(self) -> Path:
-        return self._folder / "tokens.bin.partial"
+        return self._folder / PARTIAL

@@ -27,6 +27,7 @@ from olmo_trainer.metrics import (
     record_from_dict,
 )
 
+_COUNTS = ("reruns", "over_capacity")
 MAX_LAYERS = 6  # drawn; a table lists them all
 
 
@@ -112,8 +113,12 @@ def gather_history(
     values = {name: np.array([getattr(r, name) for r in steps], float) for name in curves}
     extra = {
         name: _optional([getattr(r, name) for r in steps])
-        for name in ("flops_per_second", "model_flops_utilization")
+        for name in ("flops_per_second", "model_flops_utilization", "capacity_factor")
     }
+    extra |= {name: np.array([getattr(r, name) for r in steps], float) for name in _COUNTS}
+    extra["dropped_part"] = np.array(
+        [r.dropped / max(sum(map(sum, r.expert_counts)), 1) for r in steps], float
+    )
     layers = {
         name: np.array([getattr(r, name) for r in steps], float).reshape(len(steps), len(shape))
         for name in ("imbalance", "honesty", "entropy_deficit")

@@ -1,8 +1,8 @@
 """The report of a run: one HTML file that needs nothing else, pictures and all.
 
     headline numbers | loss, each source's | expert load per layer | balance honesty, imbalance
-    rate, norm | time by phase, FLOPs | every balance number | ranks and their memory
-    sampled text | config | what it ran on
+    dropped routes | rate, norm | time by phase, FLOPs | every balance number
+    ranks and their memory | sampled text | config | what it ran on
 
 The page is well-formed XML, links to nothing, and is a function of its arguments alone: the same
 run gives the same bytes.
@@ -21,6 +21,7 @@ from olmo_trainer.metrics import Record
 from olmo_trainer.progress import si
 from olmo_trainer.report import pictures
 from olmo_trainer.report.costs import costs_section
+from olmo_trainer.report.drops import drops_section
 from olmo_trainer.report.elements import table, text
 from olmo_trainer.report.history import MAX_LAYERS, RunHistory, finite_mean, gather_history
 
@@ -109,6 +110,7 @@ def _page(
         _notice(history),
         *_loss_section(history),
         *_expert_sections(history),
+        *drops_section(history),
         *_optimizer_section(history),
         *costs_section(history),
         f"<section><h2>Sampled text</h2>{sampled}</section>",

@@ -212,6 +212,23 @@ def draw_flops(history: RunHistory) -> Figure:
     return figure
 
 
+def draw_dropped(history: RunHistory) -> Figure:
+    """Draw the part of the routes that found no room."""
+    figure, axes = _axes(history, _HALF, 2.6, "dropped / requested routes")
+    _raw_and_smooth(axes, history, history.values["dropped_part"], "vermillion")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    return figure
+
+
+def draw_capacity(history: RunHistory) -> Figure:
+    """Draw the capacity factor that each step was taken with."""
+    figure, axes = _axes(history, _HALF, 2.6, "capacity factor")
+    curve(axes, history.steps, history.values["capacity_factor"], "amber", drawstyle="steps-post")
+    axes.set_ylim(bottom=0)
+    return figure
+
+
 def draw_load(history: RunHistory, layer: int, last: bool) -> Figure:
     """Heat map of each expert's load over the steps, and its share of routes at the end."""
     counts = history.counts[:, layer]  # (n, E)
