@@ -148,8 +148,8 @@ def check_cache(cache: WeightCache | None, name: str, w: Tensor, recipe: MXRecip
     check_is_cache("cache", cache)
     if cache.weight is not w:
         raise ValueError(
-            f"`cache` must be that of `{name}`, got the cache of another tensor; make one of it, or "
-            f"call `refresh()` on the layer."
+            f"`cache` must be that of `{name}`, got the cache of another tensor; make one of "
+            f"`{name}`, or call `refresh()` on the layer."
         )
     if cache.recipe != recipe:
         raise ValueError(f"`cache` must have the `recipe` {recipe}, got {cache.recipe}.")
