@@ -130,3 +130,22 @@ def test_nothing_imports_the_compiler_without_being_asked():
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_cached_weight_breaks_the_graph_and_stays_the_weight_or_an_error():
+    layer = MXLinear(64, 32, cached=True)
+    compiled = torch.compile(layer, backend="eager")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(2):
+        x = torch.randn(5, 64)
+        y = compiled(x)
+        assert torch.equal(y, layer(x))
+        y.sum().backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="this `WeightCache` is stale"):
+            compiled(x)
+        layer.refresh()
+    torch._dynamo.reset()
+    one_graph = torch.compile(layer, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="`WeightCache` reads the version"):
+        one_graph(x)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from olmo_mxfp8 import _impl, dequantize, quantize
+from olmo_mxfp8 import _quantize_impl, dequantize, quantize
 
 ELEMENTS = ["e4m3", "e5m2"]
 RULES = ["rceil", "floor"]
@@ -240,12 +240,12 @@ def test_bad_arguments_are_refused(arguments, error, message):
 def test_auto_takes_the_kernel_on_cuda_where_it_can(monkeypatch):
     """As it decides on CUDA, wherever this runs."""
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(_impl, "why_no_kernel", lambda device, index: None)
-    assert _impl.pick("auto", device)
-    assert not _impl.pick("auto", device, "it computes in float32")
-    assert not _impl.pick("auto", torch.device("cpu"))
-    assert not _impl.pick("reference", device)
+    monkeypatch.setattr(_quantize_impl, "why_no_kernel", lambda device, index: None)
+    assert _quantize_impl.pick("auto", device)
+    assert not _quantize_impl.pick("auto", device, "it computes in float32")
+    assert not _quantize_impl.pick("auto", torch.device("cpu"))
+    assert not _quantize_impl.pick("reference", device)
     with pytest.raises(ValueError, match="`impl='triton'` cannot run: it computes in float32"):
-        _impl.pick("triton", device, "it computes in float32")
+        _quantize_impl.pick("triton", device, "it computes in float32")
     with pytest.raises(ValueError, match="`impl` must be one of"):
-        _impl.pick("torch", device)
+        _quantize_impl.pick("torch", device)

@@ -6,8 +6,15 @@ what is tested is that it is asked rightly, as far as its sources say.
 
 import pytest
 import torch
-from olmo_mxfp8 import MXRecipe, MXTensor, _torch_product, dequantize, quantize, scaled_grouped_mm
-from olmo_mxfp8 import _matmul as matmul
+from olmo_mxfp8 import (
+    MXRecipe,
+    MXTensor,
+    _scaled_mm,
+    _torch_product,
+    dequantize,
+    quantize,
+    scaled_grouped_mm,
+)
 from olmo_mxfp8 import _products as products
 from olmo_mxfp8._torch_product import torch_row_product, why_not_build, why_not_torch
 from torch.nn import functional as F
@@ -159,7 +166,7 @@ def blackwell(monkeypatch):
         return a_RK.new_zeros(a_RK.shape[0], b_ENK.shape[1], dtype=rest[3])
 
     monkeypatch.setattr(_torch_product, "why_not_build", lambda: None)
-    monkeypatch.setattr(matmul, "pick_product", lambda impl, *rest: impl)
+    monkeypatch.setattr(_scaled_mm, "pick_product", lambda impl, *rest: impl)
     monkeypatch.setattr(products, "scaled_row_product", kernel)
     return kernel_calls
 

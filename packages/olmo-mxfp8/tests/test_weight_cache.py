@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from olmo_mxfp8 import MXRecipe, WeightCache, mx_grouped_mm, mx_linear, quantize
+from olmo_mxfp8 import MXLinear, MXRecipe, WeightCache, mx_grouped_mm, mx_linear, quantize
 from torch import nn
 
 
@@ -119,6 +119,27 @@ def test_a_change_between_forward_and_backward_is_an_error():
         y.sum().backward()
 
 
+def test_a_weight_that_does_not_count_its_changes_is_refused():
+    with torch.inference_mode():
+        w = torch.randn(32, 64)
+        with pytest.raises(ValueError, match="`weight` must count its changes"):
+            MXLinear(64, 32, cached=True)
+        assert MXLinear(64, 32)(w).shape == (32, 32)
+    with pytest.raises(ValueError, match="`weight` must count its changes"):
+        WeightCache(w)
+
+
+def test_a_cache_renewed_in_inference_mode_trains():
+    layer = MXLinear(64, 32, cached=True)
+    x = torch.randn(5, 64, requires_grad=True)
+    want = _run(mx_linear, x, layer.weight)
+    with torch.inference_mode():
+        layer.refresh()
+        assert torch.equal(layer(x), want[0])
+    got = _run(lambda x, _: layer(x), x, layer.weight)
+    assert all(map(torch.equal, got, want))
+
+
 def test_bad_arguments_are_refused():
     w = torch.randn(32, 64)
     x = torch.randn(2, 64)
@@ -130,7 +151,7 @@ def test_bad_arguments_are_refused():
         WeightCache(w.double())
     with pytest.raises(ValueError, match=r"`weight` must be \(.., F, D\), got \(64,\)"):
         WeightCache(w[0])
-    with pytest.raises(ValueError, match="`cache` must be that of `w`"):
+    with pytest.raises(ValueError, match=r"`cache` must be that of `w`.*`refresh\(\)`"):
         mx_linear(x, w, cache=WeightCache(w.clone()))
     with pytest.raises(ValueError, match="`cache` must have the `recipe`"):
         mx_linear(x, w, cache=WeightCache(w, recipe=MXRecipe(element="e5m2")))

@@ -8,10 +8,11 @@ Shapes: T rows there are, R rows that are chosen, K columns.
 import torch
 from torch import Tensor
 
-from . import _kernels
-from ._impl import Impl, pick
+from . import _quantize_kernels
+from ._formats import check_tensor
 from ._quantize import dequantize
-from ._tensor import MXTensor
+from ._quantize_impl import Impl, pick
+from ._tensor import MXTensor, check_quantized
 
 
 def dequantize_rows(
@@ -30,11 +31,13 @@ def dequantize_rows(
         `dtype`, `(R, K)`; bfloat16 and float16 are the float32 values rounded once.
 
     Raises:
-        TypeError: A dtype is not as above.
+        TypeError: A dtype or a type is not as above.
         ValueError: A shape or device is not as above, a row is out of range (on a CPU; on a GPU it
             fails an assertion on the device, which ends the process's use of it), or the named
             `impl` cannot run.
     """
+    check_quantized("t", t)
+    check_tensor("rows_R", rows_R)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"`dtype` must be float32, bfloat16 or float16, got {dtype}.")
     if t.data.ndim != 2 or t.dim != 1:
@@ -53,7 +56,7 @@ def dequantize_rows(
         raise ValueError(f"`rows_R` must be in [-1, {T}), the rows of `t`; it is not everywhere.")
     if pick(impl, t.device):
         codes = t.data.view(torch.uint8)
-        return _kernels.dequantize_rows(codes, t.scales, rows_R, t.element, dtype)
+        return _quantize_kernels.dequantize_rows(codes, t.scales, rows_R, t.element, dtype)
     if T == 0:
         return torch.zeros(rows_R.numel(), t.shape[1], dtype=dtype, device=t.device)
     chosen_R = rows_R.clamp_min(0)

@@ -33,16 +33,15 @@ from ._functional import (
     quantize_rows,
     weight_gradient,
 )
-from ._groups import Groups
-from ._matmul import read_groups
+from ._groups import Groups, read_groups
 from ._product_impl import ProductImpl
 from ._products import multiply_rows
 from ._quantize import dequantize
-from ._recipe import DEFAULT_RECIPE, MXRecipe
+from ._recipe import DEFAULT_RECIPE, MXRecipe, check_recipe
 from ._swiglu import swiglu_quantize, swiglu_quantize_backward
 from ._tensor import MXTensor
 from ._uncompiled import uncompiled
-from ._weight_cache import WeightCache, check_weight, quantize_weight
+from ._weight_cache import WeightCache, check_is_cache, check_weight, quantize_weight
 
 
 @uncompiled(reason="the reference form reads `offsets_E` on the host")
@@ -74,7 +73,7 @@ def mx_swiglu_experts(
         The dtype of `x_RD`, `(R, D)`. Products are accumulated in float32.
 
     Raises:
-        TypeError: A dtype is another one.
+        TypeError: A dtype is another one, or an argument has another type.
         ValueError: The shapes, sizes, devices or offsets do not fit, a cache is of another weight
             or recipe, or the implementation that the recipe names cannot run.
         RuntimeError: A cache is stale.
@@ -84,12 +83,13 @@ def mx_swiglu_experts(
         the bytes of the dtype, or `33/16 R H` with the recipe's `saved="mxfp8"`. With that, the
         gradients are those of the rounded hidden layer.
     """
+    check_recipe(recipe)
     _check_shapes(x_RD, w_gate_up_E2HD, w_down_EDH, row_weights_R)
     weights = {"w_gate_up_E2HD": w_gate_up_E2HD, "w_down_EDH": w_down_EDH}
     for name, w in weights.items():
         check_weight(name, w, recipe)
-    for cache, (name, w) in zip(caches or (None, None), weights.items(), strict=True):
-        check_cache(cache, name, w, recipe)
+    if caches is not None:
+        _check_caches(caches, weights, recipe)
     E, width, D = w_gate_up_E2HD.shape
     # A block of the hidden layer must not span gate and up, which a multiple for H alone ensures.
     impl = pick_for(recipe, x_RD.device, x_RD.shape[0], E, D, width, width // 2)
@@ -128,6 +128,17 @@ def _check_shapes(
             f"`row_weights_R` must have one weight a row, {(x_RD.shape[0],)}, got "
             f"{tuple(row_weights_R.shape)}."
         )
+
+
+def _check_caches(caches: object, weights: dict[str, Tensor], recipe: MXRecipe) -> None:
+    if not isinstance(caches, tuple) or len(caches) != len(weights):
+        raise TypeError(
+            "`caches` must be a pair of `WeightCache`, of `w_gate_up_E2HD` and of `w_down_EDH`, or "
+            f"None, got {type(caches).__name__}."
+        )
+    for cache, (name, w) in zip(caches, weights.items(), strict=True):
+        check_is_cache("caches", cache)
+        check_cache(cache, name, w, recipe)
 
 
 class _Settings(NamedTuple):

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor, nn
 
-from ._cached_weights import CachedWeights
+from ._cached_module import CachedModule
 from ._expert_mlp import mx_swiglu_experts
-from ._formats import check_blocks
-from ._recipe import DEFAULT_RECIPE, MXRecipe
+from ._formats import check_blocks, check_source_dtype
+from ._recipe import DEFAULT_RECIPE, MXRecipe, check_recipe
 
 
-class MXExperts(CachedWeights):
+class MXExperts(CachedModule):
     """`num_experts` SwiGLU MLPs that run on rows sorted by expert.
 
     The parameters are ordinary high-precision ones, and nothing else is in the state dict. Their
@@ -32,6 +32,7 @@ class MXExperts(CachedWeights):
         w_down_EDH: (E, D, H).
 
     Raises:
+        TypeError: `dtype` is another one, or `recipe` no `MXRecipe`.
         ValueError: `num_experts` is below 1, or a width is not a positive multiple of the
             granularity.
     """
@@ -51,6 +52,8 @@ class MXExperts(CachedWeights):
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {size}.")
+        check_recipe(recipe)
+        check_source_dtype("dtype", torch.get_default_dtype() if dtype is None else dtype)
         check_blocks("`d_model`", d_model, recipe.granularity)
         check_blocks("`d_hidden`", d_hidden, recipe.granularity)
         super().__init__()
@@ -61,8 +64,7 @@ class MXExperts(CachedWeights):
 
         self.w_gate_up_E2HD = parameter(2 * d_hidden, d_model)
         self.w_down_EDH = parameter(d_model, d_hidden)
-        self.caches = None
-        self._draw(None)
+        self.reset_parameters()
         self._cache_weights(cached, "w_gate_up_E2HD", "w_down_EDH")
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -72,14 +74,11 @@ class MXExperts(CachedWeights):
             generator: The source of the numbers, on the device of the parameters; torch's default
                 one when None. `w_gate_up_E2HD` is drawn first.
         """
-        self._draw(generator)
+        with torch.no_grad():
+            for w in (self.w_gate_up_E2HD, self.w_down_EDH):
+                bound = w.shape[-1] ** -0.5
+                w.uniform_(-bound, bound, generator=generator)
         self.refresh()
-
-    @torch.no_grad()
-    def _draw(self, generator: torch.Generator | None) -> None:
-        for w in (self.w_gate_up_E2HD, self.w_down_EDH):
-            bound = w.shape[-1] ** -0.5
-            w.uniform_(-bound, bound, generator=generator)
 
     def forward(
         self, rows_RD: Tensor, offsets_E: Tensor, *, row_weights_R: Tensor | None = None

@@ -42,25 +42,52 @@ FORMATS: dict[Element, Format] = {
 }
 
 
-def check_element(name: str, element: str) -> None:
+SOURCES = (torch.float32, torch.bfloat16, torch.float16)
+"""What can be quantised: every value of these dtypes is one of FP32."""
+
+
+def check_element(name: str, element: object) -> None:
     """Raise `ValueError` unless `element` names a format."""
-    if element not in FORMATS:
+    if not isinstance(element, str) or element not in FORMATS:
         raise ValueError(f"`{name}` must be 'e4m3' or 'e5m2', got {element!r}.")
 
 
-def check_scale_rule(scale_rule: str) -> None:
+def check_scale_rule(scale_rule: object) -> None:
     """Raise `ValueError` unless `scale_rule` is one of the choices."""
     if scale_rule not in get_args(ScaleRule):
         raise ValueError(f"`scale_rule` must be 'rceil' or 'floor', got {scale_rule!r}.")
 
 
+def check_tensor(name: str, value: object) -> None:
+    """Raise `TypeError` unless `value` is a tensor of torch."""
+    if isinstance(value, torch.Tensor):
+        return
+    kind = type(value).__name__
+    how = "`dequantize` gives its values" if kind == "MXTensor" else "`torch.as_tensor` makes one"
+    raise TypeError(f"`{name}` must be a torch.Tensor, got {kind}; {how}.")
+
+
 def check_source(name: str, tensor: torch.Tensor) -> None:
     """Raise `TypeError` unless `tensor` can be quantised: every value of it is one of FP32."""
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    check_tensor(name, tensor)
+    check_source_dtype(name, tensor.dtype)
+    if tensor.is_sparse:
+        raise TypeError(f"`{name}` must be dense, got a sparse tensor; call `.to_dense()` first.")
+
+
+def check_source_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise `TypeError` unless values of `dtype` can be quantised."""
+    if dtype not in SOURCES:
         raise TypeError(
-            f"`{name}` must be float32, bfloat16 or float16, got {tensor.dtype}; "
+            f"`{name}` must be float32, bfloat16 or float16, got {dtype}; "
             f"the format is defined from FP32 values: call `.float()` first."
         )
+
+
+def check_dim(dim: object) -> None:
+    """Raise `TypeError` unless `dim` is an integer."""
+    if not isinstance(dim, int):
+        raise TypeError(f"`dim` must be an int, got {dim!r}; name one dimension by its index.")
 
 
 def check_blocks(what: str, size: int, granularity: int) -> None:
@@ -73,15 +100,20 @@ def check_blocks(what: str, size: int, granularity: int) -> None:
         )
 
 
+def _is_choice(granularity: object, choices: object) -> bool:
+    # Equal numbers of other types, 128.0 or one of numpy, are no sizes to torch.
+    return isinstance(granularity, (int, str)) and granularity in get_args(choices)
+
+
 def check_row_granularity(granularity: object) -> None:
     """Raise `ValueError` unless `granularity` is one that rows can have."""
-    if granularity not in get_args(RowGranularity):
+    if not _is_choice(granularity, RowGranularity):
         raise ValueError(f"`granularity` must be 32 or 128, got {granularity!r}.")
 
 
 def check_granularity(name: str, shape: torch.Size, dim: int, granularity: Granularity) -> None:
     """Raise `ValueError` unless `granularity` is a choice and fits a tensor along `dim`."""
-    if granularity not in get_args(Granularity):
+    if not _is_choice(granularity, Granularity):
         raise ValueError(f"`granularity` must be 32, 128 or '128x128', got {granularity!r}.")
     if granularity != "128x128":
         check_blocks(f"`{name}.shape[{dim}]`", shape[dim], granularity)

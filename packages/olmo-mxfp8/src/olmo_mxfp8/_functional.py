@@ -28,17 +28,17 @@ from torch.autograd.function import once_differentiable
 from . import reference
 from ._expert_padding import pad_experts
 from ._formats import Element, check_source
-from ._groups import Groups
-from ._matmul import as_stack, read_groups, whole
+from ._groups import Groups, read_groups, whole
 from ._product_impl import ProductImpl, pick_product
 from ._product_kernels import row_product
 from ._products import multiply_across_rows, multiply_rows, operand_dtype
 from ._quantize import dequantize, quantize
-from ._recipe import DEFAULT_RECIPE, MXRecipe
+from ._recipe import DEFAULT_RECIPE, MXRecipe, check_recipe
+from ._scaled_mm import as_stack
 from ._tensor import MXTensor
 from ._token_kernels import multiply_across_tokens
 from ._uncompiled import uncompiled
-from ._weight_cache import WeightCache, check_weight, quantize_weight
+from ._weight_cache import WeightCache, check_is_cache, check_weight, quantize_weight
 
 
 def mx_linear(
@@ -61,16 +61,17 @@ def mx_linear(
         accumulated in float32 and have the dtypes of `x` and `w`.
 
     Raises:
-        TypeError: A dtype is another one.
+        TypeError: A dtype is another one, or an argument has another type.
         ValueError: The shapes, sizes or devices do not fit, `cache` is of another weight or recipe,
             or the implementation that the recipe names cannot run.
         RuntimeError: `cache` is stale.
     """
+    _check_sources("x", x, "w", w, recipe)
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[1]:
         raise ValueError(
             f"`x` must be (.., D) and `w` (F, D), got {tuple(x.shape)} and {tuple(w.shape)}."
         )
-    _check_sources("x", x, "w", w, recipe)
+    check_weight("w", w, recipe)
     check_cache(cache, "w", w, recipe)
     rows_RD = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     R = rows_RD.shape[0]
@@ -110,7 +111,7 @@ def mx_grouped_mm(
         accumulated in float32 and have the dtypes of `x_RD` and `w_EFD`.
 
     Raises:
-        TypeError: A dtype is another one.
+        TypeError: A dtype is another one, or an argument has another type.
         ValueError: The shapes, sizes, devices or offsets do not fit, `cache` is of another weight
             or recipe, or the implementation that the recipe names cannot run.
         RuntimeError: `cache` is stale.
@@ -119,12 +120,13 @@ def mx_grouped_mm(
         The reference form reads `offsets_E` on the host; the kernels do not. `torch.compile` breaks
         its graph here.
     """
+    _check_sources("x_RD", x_RD, "w_EFD", w_EFD, recipe)
     if x_RD.ndim != 2 or w_EFD.ndim != 3 or x_RD.shape[1] != w_EFD.shape[2]:
         raise ValueError(
             f"`x_RD` must be (R, D) and `w_EFD` (E, F, D), got {tuple(x_RD.shape)} and "
             f"{tuple(w_EFD.shape)}."
         )
-    _check_sources("x_RD", x_RD, "w_EFD", w_EFD, recipe)
+    check_weight("w_EFD", w_EFD, recipe)
     check_cache(cache, "w_EFD", w_EFD, recipe)
     impl = pick_for(recipe, x_RD.device, x_RD.shape[0], *w_EFD.shape)
     groups = read_groups(offsets_E, w_EFD.shape[0], x_RD.shape[0], x_RD.device, impl)
@@ -140,23 +142,27 @@ def pick_for(
 
 
 def check_cache(cache: WeightCache | None, name: str, w: Tensor, recipe: MXRecipe) -> None:
-    """Raise `ValueError` unless `cache` is of `w` and `recipe`."""
+    """Raise unless `cache` is None or a `WeightCache` of `w` and `recipe`."""
     if cache is None:
         return
+    check_is_cache("cache", cache)
     if cache.weight is not w:
-        raise ValueError(f"`cache` must be that of `{name}`, got the cache of another tensor.")
+        raise ValueError(
+            f"`cache` must be that of `{name}`, got the cache of another tensor; make one of "
+            f"`{name}`, or call `refresh()` on the layer."
+        )
     if cache.recipe != recipe:
         raise ValueError(f"`cache` must have the `recipe` {recipe}, got {cache.recipe}.")
 
 
 def _check_sources(x_name: str, x: Tensor, w_name: str, w: Tensor, recipe: MXRecipe) -> None:
+    check_recipe(recipe)
     check_source(x_name, x)
     check_source(w_name, w)
     if x.device != w.device:
         raise ValueError(
             f"`{x_name}` and `{w_name}` must be on one device, got {x.device} and {w.device}."
         )
-    check_weight(w_name, w, recipe)
 
 
 def quantize_rows(x: Tensor, element: Element, recipe: MXRecipe, dim: int = -1) -> MXTensor:

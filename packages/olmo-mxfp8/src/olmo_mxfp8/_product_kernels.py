@@ -9,8 +9,8 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from ._impl import why_no_kernel
-from ._kernels import element_format
+from ._quantize_impl import why_no_kernel
+from ._quantize_kernels import element_format
 
 _ALIGNMENT = 16  # bytes, of what a descriptor describes
 _MAX_EXPERTS = 512

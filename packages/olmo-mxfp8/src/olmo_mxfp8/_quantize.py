@@ -2,7 +2,7 @@
 
 import torch
 
-from . import _kernels, reference
+from . import _quantize_kernels, reference
 from ._formats import (
     BLOCK,
     COARSE,
@@ -11,13 +11,14 @@ from ._formats import (
     Granularity,
     ScaleRule,
     check_blocks,
+    check_dim,
     check_element,
     check_granularity,
     check_scale_rule,
     check_source,
 )
-from ._impl import Impl, pick
-from ._tensor import MXTensor
+from ._quantize_impl import Impl, pick
+from ._tensor import MXTensor, check_quantized
 
 
 def quantize(
@@ -61,13 +62,15 @@ def quantize(
         Codes and scale bytes, contiguous. They carry no gradient; `mx_linear` is differentiable.
 
     Raises:
-        TypeError: `x` has another dtype (float64 does not fit the range of the scales).
+        TypeError: `x` has another dtype (float64 does not fit the range of the scales), or an
+            argument another type.
         ValueError: `dim`, the length of `dim` or an option is out of range, or the named `impl`
             cannot run.
     """
     check_source("x", x)
     check_element("element", element)
     check_scale_rule(scale_rule)
+    check_dim(dim)
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(
             f"`dim` must be in [{-x.ndim}, {x.ndim}) for `x` of shape {tuple(x.shape)}, got {dim}."
@@ -77,7 +80,7 @@ def quantize(
 
     tiles = granularity == "128x128"
     if pick(impl, x.device):
-        codes, scales = _kernels.quantize(
+        codes, scales = _quantize_kernels.quantize(
             x.detach(), dim, element, scale_rule == "rceil", COARSE if tiles else granularity, tiles
         )
         return MXTensor(codes.view(FORMATS[element].dtype), scales, dim, element, granularity)
@@ -134,7 +137,7 @@ def quantize_both(
             for dim in (1, 0)
         )
         return rows, columns
-    parts = _kernels.quantize_both(x_MK.detach(), element, scale_rule == "rceil")
+    parts = _quantize_kernels.quantize_both(x_MK.detach(), element, scale_rule == "rceil")
     row_codes, row_scales, column_codes, column_scales = parts
     dtype = FORMATS[element].dtype
     return (
@@ -161,14 +164,17 @@ def dequantize(
         `dtype`, the shape of `t`, contiguous.
 
     Raises:
-        TypeError: `dtype` is another one.
+        TypeError: `dtype` is another one, or `t` no `MXTensor`.
         ValueError: The named `impl` cannot run.
     """
+    check_quantized("t", t)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise TypeError(f"`dtype` must be float32, bfloat16, float16 or float64, got {dtype}.")
     reason = "its kernel computes in float32, not in float64" if dtype == torch.float64 else None
     if pick(impl, t.device, reason):
-        return _kernels.dequantize(t.data.view(torch.uint8), t.scales, t.dim, t.element, dtype)
+        return _quantize_kernels.dequantize(
+            t.data.view(torch.uint8), t.scales, t.dim, t.element, dtype
+        )
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     blocks = t.data.unflatten(t.dim, (t.scales.shape[t.dim], BLOCK))
     values = reference.dequantize_blocks(blocks, t.scales, t.dim, wide)

@@ -12,8 +12,8 @@ from ._formats import (
     check_row_granularity,
     check_scale_rule,
 )
-from ._impl import Impl
 from ._product_impl import ProductImpl, check_product_impl
+from ._quantize_impl import Impl
 
 Precision = Literal["mxfp8", "high"]
 
@@ -73,6 +73,12 @@ class MXRecipe:
     def weight_granularity(self) -> Granularity:
         """That of the weights."""
         return "128x128" if self.granularity == 128 else 32
+
+
+def check_recipe(recipe: object) -> None:
+    """Raise `TypeError` unless `recipe` is an `MXRecipe`."""
+    if not isinstance(recipe, MXRecipe):
+        raise TypeError(f"`recipe` must be an MXRecipe, got {recipe!r}; `MXRecipe()` is one.")
 
 
 DEFAULT_RECIPE = MXRecipe()

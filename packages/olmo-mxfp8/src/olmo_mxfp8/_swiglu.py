@@ -14,7 +14,7 @@ Shapes: R rows, H hidden width. Source: Shazeer, arXiv:2002.05202 (SwiGLU).
 
 from torch import Tensor
 
-from . import _kernels, reference
+from . import _quantize_kernels, reference
 from ._formats import (
     FORMATS,
     Element,
@@ -26,8 +26,8 @@ from ._formats import (
     check_scale_rule,
     check_source,
 )
-from ._impl import Impl, pick
 from ._quantize import quantize
+from ._quantize_impl import Impl, pick
 from ._tensor import MXTensor
 
 
@@ -66,7 +66,7 @@ def swiglu_quantize(
     hidden_R2H = hidden_R2H.detach()
     weights_R = None if row_weights_R is None else row_weights_R.detach()
     if pick(impl, hidden_R2H.device):
-        codes, scales = _kernels.swiglu_quantize(
+        codes, scales = _quantize_kernels.swiglu_quantize(
             hidden_R2H, weights_R, element, scale_rule == "rceil", granularity
         )
         return MXTensor(codes.view(FORMATS[element].dtype), scales, 1, element, granularity)
@@ -120,7 +120,7 @@ def swiglu_quantize_backward(
     d_act_RH, hidden_R2H = d_act_RH.detach(), hidden_R2H.detach()
     weights_R = None if row_weights_R is None else row_weights_R.detach()
     if pick(impl, hidden_R2H.device):
-        codes, scales, parts = _kernels.swiglu_quantize_backward(
+        codes, scales, parts = _quantize_kernels.swiglu_quantize_backward(
             d_act_RH, hidden_R2H, weights_R, element, scale_rule == "rceil", granularity
         )
         data = codes.view(FORMATS[element].dtype)

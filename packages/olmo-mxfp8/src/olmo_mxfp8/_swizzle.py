@@ -15,6 +15,8 @@ Shapes: M rows, C columns, E experts. Source: cuBLAS 12.8, "1D block scaling fac
 import torch
 
 from ._expert_padding import padded_places, padded_size
+from ._formats import check_tensor
+from ._groups import check_offsets, read_offsets
 
 ROWS, COLUMNS = 128, 4
 
@@ -35,7 +37,8 @@ def swizzle_scales(scales: torch.Tensor, offsets_E: torch.Tensor | None = None) 
 
     Raises:
         TypeError: A dtype is not as above.
-        ValueError: A shape is not as above.
+        ValueError: A shape or device is not as above, or, on a CPU, the offsets are no ends of M
+            rows.
     """
     _check("scales", scales)
     M, C = scales.shape
@@ -44,7 +47,7 @@ def swizzle_scales(scales: torch.Tensor, offsets_E: torch.Tensor | None = None) 
         padded = scales.new_zeros(rows, _padded(C, COLUMNS))
         padded[:M, :C] = scales
     else:
-        _check_offsets(offsets_E)
+        _check_offsets(offsets_E, scales.device, M)
         rows = padded_size(M, offsets_E.numel(), ROWS)
         # One row more, which takes the rows that belong to nobody.
         padded = scales.new_zeros(rows + 1, _padded(C, COLUMNS))
@@ -72,16 +75,20 @@ def unswizzle_scales(
 
     Raises:
         TypeError: A dtype is not as above.
-        ValueError: The size of `swizzled` is not that of such a matrix.
+        ValueError: The size of `swizzled` is not that of such a matrix, or the offsets do not fit,
+            as there.
     """
+    check_tensor("swizzled", swizzled)
+    if swizzled.dtype != torch.uint8:
+        raise TypeError(f"`swizzled` must be torch.uint8, got {swizzled.dtype}.")
+    if rows < 0 or cols < 0:
+        raise ValueError(f"`rows` and `cols` must be at least 0, got {rows} and {cols}.")
     if offsets_E is None:
         tall = _padded(rows, ROWS)
     else:
-        _check_offsets(offsets_E)
+        _check_offsets(offsets_E, swizzled.device, rows)
         tall = padded_size(rows, offsets_E.numel(), ROWS)
     wide = _padded(cols, COLUMNS)
-    if swizzled.dtype != torch.uint8:
-        raise TypeError(f"`swizzled` must be torch.uint8, got {swizzled.dtype}.")
     if swizzled.numel() != tall * wide:
         raise ValueError(
             f"`swizzled` must hold {tall} x {wide} bytes for {rows} rows and {cols} columns, "
@@ -100,6 +107,7 @@ def _padded(size: int, multiple: int) -> int:
 
 
 def _check(name: str, scales: torch.Tensor) -> None:
+    check_tensor(name, scales)
     if scales.dtype != torch.uint8:
         raise TypeError(
             f"`{name}` must be torch.uint8, got {scales.dtype}; call `.view(torch.uint8)` on a "
@@ -112,10 +120,7 @@ def _check(name: str, scales: torch.Tensor) -> None:
         )
 
 
-def _check_offsets(offsets_E: torch.Tensor) -> None:
-    if offsets_E.dtype != torch.int32:
-        raise TypeError(f"`offsets_E` must be int32, got {offsets_E.dtype}; call `.int()` on it.")
-    if offsets_E.ndim != 1 or offsets_E.numel() == 0:
-        raise ValueError(
-            f"`offsets_E` must hold one end an expert, got shape {tuple(offsets_E.shape)}."
-        )
+def _check_offsets(offsets_E: torch.Tensor, device: torch.device, num_rows: int) -> None:
+    check_offsets(offsets_E, device)
+    if device.type == "cpu":  # elsewhere the host would wait
+        read_offsets(offsets_E, num_rows)

@@ -1,10 +1,20 @@
 """The value that quantised code passes around: element codes and their scale bytes."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from ._formats import BLOCK, FORMATS, Element, Granularity, check_element, check_granularity
+from ._formats import (
+    BLOCK,
+    FORMATS,
+    Element,
+    Granularity,
+    check_dim,
+    check_element,
+    check_granularity,
+    check_tensor,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -12,7 +22,8 @@ class MXTensor:
     """A tensor in MXFP8: along `dim`, each run of 32 elements shares one power-of-two scale.
 
     The value of an element is `data * 2^(scale - 127)`; a scale byte of 255 makes all of its 32
-    values NaN. It takes 33/32 bytes a value.
+    values NaN. It takes 33/32 bytes a value. `copy`, `pickle` and `torch.save` take it, and
+    `torch.load` with `weights_only=False`; `MXTensor(t.data, t.scales, ..)` needs no trust.
 
     Args:
         data: Element codes, `torch.float8_e4m3fn` or `torch.float8_e5m2`, any shape.
@@ -24,8 +35,9 @@ class MXTensor:
             caller who sets it vouches for it.
 
     Raises:
-        ValueError: `element`, `granularity`, `dim` or the shape of `scales` does not fit `data`.
-        TypeError: `data` or `scales` has another dtype.
+        ValueError: `element`, `granularity`, `dim` or the shape or device of `scales` does not fit
+            `data`.
+        TypeError: `data` or `scales` has another dtype, or an argument another type.
     """
 
     data: torch.Tensor
@@ -35,7 +47,10 @@ class MXTensor:
     granularity: Granularity = 32
 
     def __post_init__(self) -> None:
+        check_tensor("data", self.data)
+        check_tensor("scales", self.scales)
         check_element("element", self.element)
+        check_dim(self.dim)
         expected = FORMATS[self.element].dtype
         if self.data.dtype != expected:
             raise TypeError(
@@ -55,7 +70,17 @@ class MXTensor:
                 f"`scales` must hold one byte for each {BLOCK} values along `dim`={self.dim} of "
                 f"`data` {tuple(self.data.shape)}, got {tuple(self.scales.shape)}."
             )
+        if self.scales.device != self.data.device:
+            raise ValueError(
+                f"`scales` must be on the device of `data`, {self.data.device}, got "
+                f"{self.scales.device}."
+            )
         check_granularity("data", self.data.shape, self.dim, self.granularity)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the parts, with the codes as bytes: `pickle` cannot load torch's FP8 tensors."""
+        codes = self.data.view(torch.uint8)
+        return _from_codes, (codes, self.scales, self.dim, self.element, self.granularity)
 
     @property
     def shape(self) -> torch.Size:
@@ -70,3 +95,18 @@ class MXTensor:
     def to(self, device: torch.device | str) -> "MXTensor":
         """Return the same values on `device`."""
         return replace(self, data=self.data.to(device), scales=self.scales.to(device))
+
+
+def _from_codes(
+    codes: torch.Tensor, scales: torch.Tensor, dim: int, element: Element, granularity: Granularity
+) -> MXTensor:
+    return MXTensor(codes.view(FORMATS[element].dtype), scales, dim, element, granularity)
+
+
+def check_quantized(name: str, value: object) -> None:
+    """Raise `TypeError` unless `value` is an `MXTensor`."""
+    if not isinstance(value, MXTensor):
+        raise TypeError(
+            f"`{name}` must be an MXTensor, got {type(value).__name__}; `quantize` makes one of a "
+            f"tensor."
+        )

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ._formats import COARSE, Element
 from ._groups import Groups
-from ._kernels import element_format
 from ._product_kernels import _dense
+from ._quantize_kernels import element_format
 from ._recipe import MXRecipe
 from ._tensor import MXTensor
 

@@ -6,7 +6,7 @@ change, and quantising it once is enough. A copy that is older than its weight w
 weight of another step without a sign of it: here it is an error.
 """
 
-import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 from ._formats import check_blocks, check_source
 from ._products import operand_dtype
 from ._quantize import dequantize, quantize
-from ._recipe import DEFAULT_RECIPE, MXRecipe
+from ._recipe import DEFAULT_RECIPE, MXRecipe, check_recipe
 from ._tensor import MXTensor
+from ._uncompiled import uncompiled
 
 
 class WeightCache:
@@ -28,9 +29,9 @@ class WeightCache:
         recipe: How it is quantised.
 
     Raises:
-        TypeError: `weight` has another dtype.
-        ValueError: `weight` has fewer than two dimensions, or a width is not a multiple of the
-            granularity.
+        TypeError: `weight` has another dtype, or an argument another type.
+        ValueError: `weight` has fewer than two dimensions or was made in inference mode, or a width
+            is not a multiple of the granularity.
 
     Note:
         It takes 66/32 bytes a value. With the recipe's `impl="dequantise"` it takes 4 more, for the
@@ -38,18 +39,25 @@ class WeightCache:
 
         Changes are seen by torch's version counter, which an optimizer step, a load and an edit
         under `no_grad` raise. An edit through `weight.data` does not raise it and is not seen: call
-        `refresh` after one.
+        `refresh` after one. A copy, a deep copy and a pickle quantise anew where they arrive.
     """
 
     def __init__(self, weight: torch.Tensor, *, recipe: MXRecipe = DEFAULT_RECIPE) -> None:
+        check_recipe(recipe)
         check_weight("weight", weight, recipe)
+        if weight.is_inference():
+            raise ValueError(
+                "`weight` must count its changes, which a tensor made under "
+                "`torch.inference_mode()` does not; make it outside or under `torch.no_grad()`, or "
+                "do without a cache (`cached=False`)."
+            )
         self.weight = weight
         self.recipe = recipe
         self.refresh()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "WeightCache":
-        """Return the cache of a copy of the weight."""
-        return WeightCache(copy.deepcopy(self.weight, memo), recipe=self.recipe)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make copies and pickles of the weight alone, and quantise where they arrive."""
+        return partial(WeightCache, recipe=self.recipe), (self.weight,)
 
     def refresh(self) -> None:
         """Quantise the weight as it is now. Call it after each step of the optimizer and load."""
@@ -96,6 +104,7 @@ class WeightCache:
     def _state(self) -> tuple[int, tuple[int, torch.device]]:
         return self.weight._version, (self.weight.data_ptr(), self.weight.device)
 
+    @uncompiled(reason="a `WeightCache` reads the version of its weight on the host")
     def _check(self) -> None:
         version, memory = self._state()
         if memory != self._memory:
@@ -124,8 +133,17 @@ def quantize_weight(w: torch.Tensor, recipe: MXRecipe) -> MXTensor:
 
 def check_weight(name: str, w: torch.Tensor, recipe: MXRecipe) -> None:
     """Raise what `WeightCache` documents."""
+    check_source(name, w)
     if w.ndim < 2:
         raise ValueError(f"`{name}` must be (.., F, D), got {tuple(w.shape)}.")
-    check_source(name, w)
     check_blocks(f"D, `{name}.shape[-1]`,", w.shape[-1], recipe.granularity)
     check_blocks(f"F, `{name}.shape[-2]`,", w.shape[-2], recipe.granularity)
+
+
+def check_is_cache(name: str, cache: object) -> None:
+    """Raise `TypeError` unless `cache` is a `WeightCache`."""
+    if not isinstance(cache, WeightCache):
+        raise TypeError(
+            f"`{name}` must be a WeightCache, got {type(cache).__name__}; `WeightCache(w)` makes "
+            f"one."
+        )

@@ -5,13 +5,13 @@ from typing import Self
 import torch
 from torch import nn
 
-from ._cached_weights import CachedWeights
-from ._formats import check_blocks
+from ._cached_module import CachedModule
+from ._formats import check_blocks, check_source_dtype
 from ._functional import mx_linear
-from ._recipe import DEFAULT_RECIPE, MXRecipe
+from ._recipe import DEFAULT_RECIPE, MXRecipe, check_recipe
 
 
-class MXLinear(CachedWeights, nn.Linear):
+class MXLinear(CachedModule, nn.Linear):
     """A drop-in for `nn.Linear` that multiplies in MXFP8.
 
     The parameters are ordinary high-precision ones, with the names, shapes and initial values of
@@ -22,7 +22,8 @@ class MXLinear(CachedWeights, nn.Linear):
     Args:
         in_features: Input width D, a multiple of the recipe's granularity.
         out_features: Output width F, a multiple of it too, the contraction of the input gradient.
-        bias: Add a learned `(F,)`, in high precision, after the product is rounded.
+        bias: Add a learned `(F,)`, in high precision, after the product is rounded. Unlike
+            `nn.Linear`, a layer has none unless asked.
         recipe: How the operands are quantised.
         cached: Keep the weight quantised between steps, in a `WeightCache`. `refresh` must then
             follow each step of the optimizer and each edit; a forward with a stale copy raises.
@@ -30,6 +31,7 @@ class MXLinear(CachedWeights, nn.Linear):
         dtype: Of the parameters: float32, bfloat16 or float16.
 
     Raises:
+        TypeError: `dtype` is another one, or `recipe` no `MXRecipe`.
         ValueError: A width is not a multiple of the granularity.
     """
 
@@ -44,6 +46,8 @@ class MXLinear(CachedWeights, nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_recipe(recipe)
+        check_source_dtype("dtype", torch.get_default_dtype() if dtype is None else dtype)
         check_blocks("`in_features`", in_features, recipe.granularity)
         check_blocks("`out_features`", out_features, recipe.granularity)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
@@ -57,12 +61,19 @@ class MXLinear(CachedWeights, nn.Linear):
         """Return a layer that shares the parameters of `linear` (the same objects, not copies).
 
         Raises:
+            TypeError: `linear` has parameters of another dtype than the three that a layer takes.
             ValueError: A width of `linear` is not a multiple of the granularity.
         """
-        layer = cls(linear.in_features, linear.out_features, recipe=recipe, device="meta")
+        sizes = (linear.in_features, linear.out_features)
+        layer = cls(*sizes, recipe=recipe, device="meta", dtype=linear.weight.dtype)
         layer.weight, layer.bias = linear.weight, linear.bias
         layer._cache_weights(cached, "weight")
         return layer.train(linear.training)
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters as `nn.Linear` does."""
+        super().reset_parameters()
+        self.refresh()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return `input @ weight.T + bias`, `(.., F)`, in the dtype of `input`, `(.., D)`."""

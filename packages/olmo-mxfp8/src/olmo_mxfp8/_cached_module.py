@@ -8,7 +8,7 @@ from ._recipe import MXRecipe
 from ._weight_cache import WeightCache
 
 
-class CachedWeights(nn.Module):
+class CachedModule(nn.Module):
     """A module that can keep its weights quantised between steps.
 
     A subclass calls `_cache_weights` once its parameters are there. A load and a move of the module
@@ -17,14 +17,14 @@ class CachedWeights(nn.Module):
     """
 
     recipe: MXRecipe
-    caches: dict[str, WeightCache] | None
+    caches: dict[str, WeightCache] | None = None
     """By the names of the parameters; None when each call quantises."""
+    _cached_names: tuple[str, ...] = ()
 
     def _cache_weights(self, cached: bool, *names: str) -> None:
-        self._cached_names = names if cached else ()
-        self.caches = None
-        self.refresh()
         if cached:
+            self._cached_names = names
+            self.refresh()
             self.register_load_state_dict_post_hook(_refresh_after_load)
 
     def refresh(self) -> None:
@@ -46,5 +46,5 @@ class CachedWeights(nn.Module):
 
 
 def _refresh_after_load(module: nn.Module, incompatible_keys: Any) -> None:
-    assert isinstance(module, CachedWeights), "the hook is on modules with caches"
+    assert isinstance(module, CachedModule), "the hook is on modules with caches"
     module.refresh()

@@ -18,10 +18,10 @@ Source: OCP Microscaling Formats (MX) Specification 1.0, section 6.2 (the dot pr
 
 import torch
 
-from ._groups import Groups
+from ._groups import read_groups, whole
 from ._product_impl import ProductImpl, pick_product
 from ._products import multiply_rows
-from ._tensor import MXTensor
+from ._tensor import MXTensor, check_quantized
 from ._uncompiled import uncompiled
 
 
@@ -44,7 +44,7 @@ def scaled_mm(
         `out_dtype`, `(M, N)`.
 
     Raises:
-        TypeError: `out_dtype` is another one.
+        TypeError: `out_dtype` is another one, or an operand no `MXTensor`.
         ValueError: The shapes, dimensions or devices do not fit, or the named `impl` cannot run.
     """
     _check_operands(a, b, b_ndim=2)
@@ -93,7 +93,7 @@ def scaled_grouped_mm(
         `out_dtype`, `(R, N)`.
 
     Raises:
-        TypeError: `offsets_E` or `out_dtype` has another dtype.
+        TypeError: `offsets_E` or `out_dtype` has another dtype, or an operand is no `MXTensor`.
         ValueError: The shapes, dimensions or devices do not fit, the offsets do not (checked where
             they can be read without waiting, on a CPU and by the reference), or the named `impl`
             cannot run.
@@ -115,53 +115,9 @@ def as_stack(b: MXTensor) -> MXTensor:
     return MXTensor(b.data[None], b.scales[None], b.dim + 1, b.element, b.granularity)
 
 
-def whole(num_rows: int, device: torch.device, impl: ProductImpl) -> Groups:
-    """Return the groups of a product that is not grouped: all rows are one expert's."""
-    end = torch.full((1,), num_rows, dtype=torch.int32, device=device)
-    return Groups([num_rows] if impl == "reference" else None, end)
-
-
-def read_groups(
-    offsets_E: torch.Tensor,
-    num_experts: int,
-    num_rows: int,
-    device: torch.device,
-    impl: ProductImpl,
-) -> Groups:
-    """Return the groups in the form that `impl` takes, or raise what `scaled_grouped_mm` says."""
-    check_offsets(offsets_E, num_experts, device)
-    if impl == "reference" or device.type == "cpu":
-        return Groups(read_offsets(offsets_E, num_rows), offsets_E)
-    return Groups(None, offsets_E)
-
-
-def check_offsets(offsets_E: torch.Tensor, num_experts: int, device: torch.device) -> None:
-    """Raise unless `offsets_E` can be the ends of `num_experts` experts; reads no values."""
-    if offsets_E.dtype != torch.int32:
-        raise TypeError(f"`offsets_E` must be int32, got {offsets_E.dtype}; call `.int()` on it.")
-    if tuple(offsets_E.shape) != (num_experts,) or num_experts == 0:
-        raise ValueError(
-            f"`offsets_E` must have one end for each of at least one expert, ({num_experts},), "
-            f"got {tuple(offsets_E.shape)}."
-        )
-    if offsets_E.device != device:
-        raise ValueError(
-            f"`offsets_E` must be on the device of the rows, {device}, got {offsets_E.device}."
-        )
-
-
-def read_offsets(offsets_E: torch.Tensor, num_rows: int) -> list[int]:
-    """Return the offsets as integers; raises `ValueError` where they are no ends of rows."""
-    ends = offsets_E.tolist()
-    if ends != sorted(ends) or ends[0] < 0 or ends[-1] > num_rows:
-        raise ValueError(
-            f"`offsets_E` must ascend from at least 0 to at most the number of rows, {num_rows}; "
-            f"it does not. Pass the running sum of the rows of each expert."
-        )
-    return ends
-
-
 def _check_operands(a: MXTensor, b: MXTensor, b_ndim: int) -> None:
+    check_quantized("a", a)
+    check_quantized("b", b)
     if a.data.ndim != 2 or b.data.ndim != b_ndim:
         expected = "(N, K)" if b_ndim == 2 else "(E, N, K)"
         raise ValueError(

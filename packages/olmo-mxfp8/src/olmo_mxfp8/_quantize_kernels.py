@@ -1,6 +1,7 @@
-"""The Triton kernels as torch operators, which `torch.compile` takes as single nodes.
+"""The kernels that quantise and dequantise as torch operators.
 
-Codes and scales are uint8 here. A tensor without values launches nothing.
+`torch.compile` takes each as a single node. Codes and scales are uint8 here. A tensor without
+values launches nothing.
 """
 
 from typing import cast

@@ -1,4 +1,4 @@
-"""Which implementation runs: the plain-torch reference, or the Triton kernels."""
+"""Which implementation quantises: plain torch or Triton, and whether Triton runs at all."""
 
 import importlib.util
 from functools import cache
