@@ -195,6 +195,30 @@ def test_buffers_grow_up_to_the_worst_case(monkeypatch, settings, num_experts, m
     assert rows == sorted(set(rows))
 
 
+@pytest.mark.parametrize("rerun", ["none", "drops"])
+def test_no_buffer_is_larger_than_the_worst_case(monkeypatch, rerun):
+    rows = []
+
+    def create(kind, *, capacity, **options):
+        rows.append(capacity)
+        return LocalDispatcher(num_experts=4)
+
+    monkeypatch.setattr(dispatcher_module, "create_dispatcher", create)
+    settings = ("layout.dispatcher.capacity_factor=1e9", f"rerun.kind={rerun}")
+    config = apply_overrides(nano(), [*ROOM, *settings]).for_world(2)
+    build_dispatcher(config, _mesh(2), dtype=torch.float32, live_forwards=1)
+    assert rows == [2 * 4 * 64 * 2]  # of both ranks, what `even` counts above
+
+
+@pytest.mark.parametrize(("factor", "words"), [(1.9, 0), (2, 1)])
+def test_reruns_that_never_come_are_said(factor, words):
+    settings = (*ROOM, f"layout.dispatcher.capacity_factor={factor}", "steps=100")
+    assert apply_overrides(nano(), settings).unreached() == []
+    said = apply_overrides(nano(), [*settings, "rerun.kind=drops"]).unreached()
+    assert len(said) == words
+    assert all("(2.0) is no less than the worst case (2): nothing is dropped" in it for it in said)
+
+
 def test_without_reruns_nothing_grows(monkeypatch):
     monkeypatch.setattr(
         dispatcher_module, "create_dispatcher", lambda kind, **_: LocalDispatcher(num_experts=4)
@@ -223,6 +247,10 @@ def test_without_reruns_nothing_grows(monkeypatch):
         (
             (*ROOM, "rerun.kind=drops", "rerun.growth=1"),
             "rerun.growth = 1: input should be greater",
+        ),
+        (
+            (*ROOM, "rerun.kind=drops", "model.num_dense_layers=4"),
+            "rerun.kind = 'drops' needs a routed layer, and the model has none",
         ),
         ((*ROOM, "rerun.kind=drops", "rerun.most_times=0"), "rerun.most_times = 0: input should"),
         ((*ROOM, "rerun.kind=drops", "rerun.most_dropped=1"), "rerun.most_dropped = 1: input sho"),

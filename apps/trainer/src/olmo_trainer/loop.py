@@ -103,7 +103,7 @@ def train(
     if resume is not None:
         check_same_model(resume, config.model)
         check_same_data(resume, data.fingerprint)
-        if resume.step >= config.steps:
+        if resume.step >= config.steps and not goes_on:
             return None
     folder = prepare_folder(config, resume, goes_on=goes_on)
     with launched(config, device) as mesh:
@@ -126,6 +126,8 @@ def train(
             )
             check_same_model(resume, config.model)
             check_same_data(resume, data.fingerprint)
+            if resume.step >= config.steps:  # no sooner: the last one may be damaged too
+                return None
         run = _Run(config, mesh, data, folder, console)
         outcome = run.train(resume)
         run.assembly.close()
