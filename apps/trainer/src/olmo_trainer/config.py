@@ -394,7 +394,7 @@ class TrainerConfig(Config):
             if factor is not None and factor >= worst:
                 words.append(
                     f"layout.dispatcher.capacity_factor ({factor}) is no less than the worst case "
-                    f"({worst:.4g}): nothing is dropped, and rerun.kind = 'drops' runs nothing again"
+                    f"({worst:.4g}): nothing is dropped, and rerun.kind = 'drops' has nothing to do"
                 )
         return words
 

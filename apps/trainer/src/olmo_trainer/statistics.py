@@ -11,7 +11,16 @@ from olmo_routing import BalanceReport, LoadReport, Routing, measure_balance, me
 
 from olmo_trainer.config import ModelConfig
 
-_NUM_TOTALS = 7  # of the step, before those of its layers
+# Sums of the step, before those of its layers.
+_OF_THE_STEP = (
+    "loss",  # cross entropy
+    "auxiliary_loss",
+    "tokens",  # that are targets
+    "stops",  # ranks that ask for one
+    "head_z_loss",
+    "dropped",  # routes that found no room
+    "failed_saves",
+)
 # What a layer's sums of counts and scores do not tell: means over tokens, added as shares.
 OF_THE_TOKENS = tuple(name for name in BalanceReport.names() if name not in LoadReport.names())
 
@@ -56,10 +65,8 @@ class StepSums:
         self.num_experts = model.moe.num_experts
         self.vector = vector  # reduce it over the world in place
         E = self.num_experts
-        # Cross entropy, auxiliary loss, targets, stop requests, the head's z-loss, routes
-        # that found no room, failed saves.
-        self._totals = vector[:_NUM_TOTALS]
-        rows = vector[_NUM_TOTALS:].view(len(self.moe_layers), _num_columns(model))
+        self._of_the_step = {name: vector[place] for place, name in enumerate(_OF_THE_STEP)}
+        rows = vector[len(_OF_THE_STEP) :].view(len(self.moe_layers), _num_columns(model))
         self._counts_LE = rows[:, :E]
         self._mass_LE = rows[:, E : 2 * E]
         self._losses_L2 = rows[:, 2 * E : 2 * E + 2]  # balance loss and z-loss
@@ -68,7 +75,7 @@ class StepSums:
     @property
     def loss(self) -> torch.Tensor:
         """The mean cross entropy of the global batch, 0-d float64, after the reduction."""
-        return self._totals[0]
+        return self._of_the_step["loss"]
 
     def counts(self, layer: int) -> torch.Tensor:
         """Return `counts_E` (int64) of a layer."""
@@ -79,7 +86,9 @@ class StepSums:
 
         The same on every rank after the reduction over the world: both are exact counts.
         """
-        dropped, requested = torch.stack((self._totals[5], self._counts_LE.sum())).tolist()
+        dropped, requested = torch.stack(
+            (self._of_the_step["dropped"], self._counts_LE.sum())
+        ).tolist()
         return dropped / max(requested, 1.0)
 
     def totals(self) -> StepTotals:
@@ -87,9 +96,15 @@ class StepSums:
 
         Reads the vector, as `layers` does; call after the reduction over the world.
         """
-        loss, auxiliary, tokens, stops, head_z_loss, dropped, failures = self._totals.tolist()
+        sums = dict(zip(_OF_THE_STEP, self.vector[: len(_OF_THE_STEP)].tolist(), strict=True))
         return StepTotals(
-            loss, auxiliary, round(tokens), stops > 0, head_z_loss, round(dropped), failures > 0
+            loss=sums["loss"],
+            auxiliary_loss=sums["auxiliary_loss"],
+            tokens=round(sums["tokens"]),
+            stop=sums["stops"] > 0,
+            head_z_loss=sums["head_z_loss"],
+            dropped=round(sums["dropped"]),
+            save_failed=sums["failed_saves"] > 0,
         )
 
     def layers(self, *, num_ranks: int = 1) -> list[LayerBalance]:
@@ -134,28 +149,28 @@ class StepStatistics(StepSums):
 
     def add_loss(self, loss: torch.Tensor, num_targets: torch.Tensor) -> None:
         """Add a microbatch's share of the mean cross entropy, and its number of targets."""
-        self._totals[0] += loss.detach()
-        self._totals[2] += num_targets
+        self._of_the_step["loss"] += loss.detach()
+        self._of_the_step["tokens"] += num_targets
 
     def add_head_z_loss(self, loss: torch.Tensor) -> None:
         """Add a microbatch's share of the head's mean z-loss, before its coefficient."""
-        self._totals[4] += loss.detach()
+        self._of_the_step["head_z_loss"] += loss.detach()
 
     def add_dropped(self, num_routes: torch.Tensor) -> None:
         """Add a layer's routes that found no room at their experts' rank."""
-        self._totals[5] += num_routes
+        self._of_the_step["dropped"] += num_routes
 
     def add_auxiliary(self, loss: torch.Tensor) -> None:
         """Add a microbatch's share of the weighted auxiliary losses."""
-        self._totals[1] += loss.detach()
+        self._of_the_step["auxiliary_loss"] += loss.detach()
 
     def request_stop(self) -> None:
         """Ask every rank to stop after this step."""
-        self._totals[3] += 1.0
+        self._of_the_step["stops"] += 1.0
 
     def report_failed_save(self) -> None:
         """Tell every rank that a save in the background came to nothing."""
-        self._totals[6] += 1.0
+        self._of_the_step["failed_saves"] += 1.0
 
     def add_routing(
         self,
@@ -188,7 +203,7 @@ class StepStatistics(StepSums):
 
 def num_sums(model: ModelConfig) -> int:
     """Return how many numbers a step counts."""
-    return _NUM_TOTALS + len(model.moe_layers) * _num_columns(model)
+    return len(_OF_THE_STEP) + len(model.moe_layers) * _num_columns(model)
 
 
 def _num_columns(model: ModelConfig) -> int:
