@@ -95,18 +95,24 @@ def test_a_step_over_the_limit_is_taken_or_not(at_limit):
 
 
 def test_words_of_a_step():
-    assert Reruns().describe() == ""
-    assert Reruns(0, 1.5, 0.01, False).describe() == ""
-    assert Reruns(2, 2.25, 0.0, False).describe() == (
+    first, over = Reruns(), Reruns(0, 1.5, 0.125, True)
+    assert Reruns().describe(first) == ""
+    assert Reruns(0, 1.5, 0.01, False).describe(first) == ""
+    assert Reruns(2, 2.25, 0.0, False).describe(first) == (
         "was run 3 times, up to a capacity factor of 2.25, which stays"
     )
-    assert Reruns(1, 1.5, 0.125, True).describe() == (
+    assert Reruns(1, 1.5, 0.125, True).describe(first) == (
         "was run 2 times, up to a capacity factor of 1.5, which stays; it is taken, but 12.50% of "
         "its routes found no room"
     )
-    assert (
-        Reruns(0, 1.5, 0.125, True).describe() == "is taken, but 12.50% of its routes found no room"
-    )
+    assert over.describe(first) == "is taken, but 12.50% of its routes found no room"
+    assert over.describe(Reruns(0, 1.5, 0.0, False)) == over.describe(first)
+
+
+def test_a_run_over_its_limit_does_not_say_so_at_every_step():
+    over = Reruns(0, 1.5, 0.125, True)
+    assert over.describe(Reruns(1, 1.5, 0.2, True)) == over.describe(over) == ""
+    assert "it is taken, but" in Reruns(1, 2.0, 0.125, True).describe(over)
 
 
 def test_buffers_go_before_larger_ones_come_and_those_that_do_not_fit_are_named():

@@ -34,15 +34,19 @@ class Reruns:
     dropped_part: float = 0.0  # of the routes of the last run
     over_limit: bool = False  # more are dropped than may be, all the same
 
-    def describe(self) -> str:
-        """Return what a person should know of it, as words after the step's number; or nothing."""
+    def describe(self, before: "Reruns") -> str:
+        """Return what a person should know of it, as words after the step's number; or nothing.
+
+        Of steps in a row that are taken over the limit, and not run again, the first is told:
+        `before` is how the last step went.
+        """
         words = []
         if self.times:
             words.append(
                 f"was run {self.times + 1} times, up to a capacity factor of "
                 f"{self.capacity_factor:.4g}, which stays"
             )
-        if self.over_limit:
+        if self.over_limit and (self.times or not before.over_limit):
             words.append(f"is taken, but {self.dropped_part:.2%} of its routes found no room")
         return "; it ".join(words)
 
