@@ -94,6 +94,24 @@ def test_a_step_over_the_limit_is_taken_or_not(at_limit):
         rerun.require_room(7)
 
 
+def test_a_step_that_diverged_is_left_to_the_guard():
+    # Its scores choose the same experts for every token, which no room would help.
+    dispatcher = _growing()
+    rerun = StepRerun(DropsRerun(at_limit="stop"), dispatcher)
+    step = Step(dispatcher, 4.0)
+
+    def run() -> None:
+        step.run()
+        step.statistics.add_loss(torch.tensor(torch.nan), torch.tensor(9))
+
+    rerun.repeat(run, step.statistics)
+    assert step.factors == [1.0]
+    assert rerun.report() == Reruns(0, 1.0, 0.0, False)
+    rerun.require_room(1)  # what is not finite is the word for it, not what was dropped
+    rerun.repeat(step.run, step.statistics)
+    assert dispatcher.factor == 4.0
+
+
 def test_words_of_a_step():
     first, over = Reruns(), Reruns(0, 1.5, 0.125, True)
     assert Reruns().describe(first) == ""

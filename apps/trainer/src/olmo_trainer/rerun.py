@@ -80,7 +80,8 @@ class StepRerun:
         """
         config, times = self._config, 0
         run()
-        while (part := statistics.dropped_part()) > config.most_dropped:
+        # A step that diverged is left to the guard: more room would not help it.
+        while (part := statistics.dropped_part() or 0.0) > config.most_dropped:
             if times == config.most_times or not self._grow():
                 break
             times += 1

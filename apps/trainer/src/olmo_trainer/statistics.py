@@ -4,6 +4,7 @@ Every rank adds what its own stages and tokens saw; entries of other stages stay
 all ranks is the whole step's. Float64, on the device: counts stay exact. The host reads a copy.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -81,15 +82,16 @@ class StepSums:
         """Return `counts_E` (int64) of a layer."""
         return self._counts_LE[layer - self.moe_layers.start].round().to(torch.int64)
 
-    def dropped_part(self) -> float:
+    def dropped_part(self) -> float | None:
         """Return the part of all requested routes that found no room; reads the vector.
 
-        The same on every rank after the reduction over the world: both are exact counts.
+        `None` where the loss is not finite: scores that are NaN choose the same experts for every
+        token. The same on every rank after the reduction over the world.
         """
-        dropped, requested = torch.stack(
-            (self._of_the_step["dropped"], self._counts_LE.sum())
+        dropped, loss, requested = torch.stack(
+            (self._of_the_step["dropped"], self.loss, self._counts_LE.sum())
         ).tolist()
-        return dropped / max(requested, 1.0)
+        return dropped / max(requested, 1.0) if math.isfinite(loss) else None
 
     def totals(self) -> StepTotals:
         """Return the losses, the number of targets, and what a rank asked for or reported.
