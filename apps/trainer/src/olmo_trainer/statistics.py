@@ -22,8 +22,13 @@ _OF_THE_STEP = (
     "dropped",  # routes that found no room
     "failed_saves",
 )
+# Not known of a layer: a dispatcher says how many routes it dropped, not which.
+_OF_DROPS = ("dropped_routes", "tokens_with_drops", "dropped_weight")
+OF_THE_LOAD = tuple(name for name in LoadReport.names() if name not in _OF_DROPS)
 # What a layer's sums of counts and scores do not tell: means over tokens, added as shares.
-OF_THE_TOKENS = tuple(name for name in BalanceReport.names() if name not in LoadReport.names())
+OF_THE_TOKENS = tuple(
+    name for name in BalanceReport.names() if name not in (*LoadReport.names(), *_OF_DROPS)
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class LayerBalance:
     entropy_deficit: float
     dead_experts: int
     honesty: float
-    report: dict[str, float]  # every number of `measure_balance`, these included
+    report: dict[str, float]  # the numbers of `measure_balance` but of drops, these included
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ class StepSums:
                 dead_experts=int(report.dead_experts),
                 honesty=report.honesty.item(),
                 report={
-                    **{name: float(getattr(report, name)) for name in LoadReport.names()},
+                    **{name: float(getattr(report, name)) for name in OF_THE_LOAD},
                     **dict(zip(OF_THE_TOKENS, of_the_tokens, strict=True)),
                 },
             )
@@ -197,7 +202,6 @@ class StepStatistics(StepSums):
             routing.scores_TE.detach(),
             routing.expert_ids_TK,
             mask_T=mask_T,
-            weights_TK=routing.weights_TK.detach(),
         )
         means = torch.stack([getattr(report, name) for name in OF_THE_TOKENS])
         self._of_the_tokens_LM[row] += token_share * means
