@@ -135,6 +135,17 @@ def test_a_bit_that_turned_is_named_and_the_next_older_one_taken(command, tmp_pa
     assert "it is step-00000006.damaged-2 from now on" in capsys.readouterr().out
 
 
+def test_the_last_step_is_lived_again_where_its_checkpoint_is_damaged(command, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(command(4)) == 0
+    lived = _losses(run)
+    _turn_a_bit(run / "checkpoints" / "step-00000004")
+    assert main(command(4)) == 0
+    assert "it is step-00000004.damaged from now on. Going on from" in capsys.readouterr().out
+    assert _losses(run) == lived
+    assert main(["export", str(run), str(tmp_path / "exported")]) == 0
+
+
 def test_a_run_without_a_sound_checkpoint_is_left_as_it_is(command, tmp_path, capsys):
     run = tmp_path / "run"
     assert main(command(4)) == 0

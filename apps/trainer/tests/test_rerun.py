@@ -94,19 +94,43 @@ def test_a_step_over_the_limit_is_taken_or_not(at_limit):
         rerun.require_room(7)
 
 
+def test_a_step_that_diverged_is_left_to_the_guard():
+    # Its scores choose the same experts for every token, which no room would help.
+    dispatcher = _growing()
+    rerun = StepRerun(DropsRerun(at_limit="stop"), dispatcher)
+    step = Step(dispatcher, 4.0)
+
+    def run() -> None:
+        step.run()
+        step.statistics.add_loss(torch.tensor(torch.nan), torch.tensor(9))
+
+    rerun.repeat(run, step.statistics)
+    assert step.factors == [1.0]
+    assert rerun.report() == Reruns(0, 1.0, 0.0, False)
+    rerun.require_room(1)  # what is not finite is the word for it, not what was dropped
+    rerun.repeat(step.run, step.statistics)
+    assert dispatcher.factor == 4.0
+
+
 def test_words_of_a_step():
-    assert Reruns().describe() == ""
-    assert Reruns(0, 1.5, 0.01, False).describe() == ""
-    assert Reruns(2, 2.25, 0.0, False).describe() == (
+    first, over = Reruns(), Reruns(0, 1.5, 0.125, True)
+    assert Reruns().describe(first) == ""
+    assert Reruns(0, 1.5, 0.01, False).describe(first) == ""
+    assert Reruns(2, 2.25, 0.0, False).describe(first) == (
         "was run 3 times, up to a capacity factor of 2.25, which stays"
     )
-    assert Reruns(1, 1.5, 0.125, True).describe() == (
+    assert Reruns(1, 1.5, 0.125, True).describe(first) == (
         "was run 2 times, up to a capacity factor of 1.5, which stays; it is taken, but 12.50% of "
         "its routes found no room"
     )
-    assert (
-        Reruns(0, 1.5, 0.125, True).describe() == "is taken, but 12.50% of its routes found no room"
-    )
+    assert over.describe(first) == "is taken, but 12.50% of its routes found no room"
+    assert over.describe(Reruns(0, 1.5, 0.0, False)) == over.describe(first)
+
+
+def test_a_run_over_its_limit_does_not_say_so_at_every_step():
+    over = Reruns(0, 1.5, 0.125, True)
+    assert over.describe(Reruns(1, 1.5, 0.2, True)) == over.describe(over) == ""
+    assert "it is taken, but" in Reruns(1, 2.0, 0.125, True).describe(over)
 
 
 def test_buffers_go_before_larger_ones_come_and_those_that_do_not_fit_are_named():
@@ -195,6 +219,30 @@ def test_buffers_grow_up_to_the_worst_case(monkeypatch, settings, num_experts, m
     assert rows == sorted(set(rows))
 
 
+@pytest.mark.parametrize("rerun", ["none", "drops"])
+def test_no_buffer_is_larger_than_the_worst_case(monkeypatch, rerun):
+    rows = []
+
+    def create(kind, *, capacity, **options):
+        rows.append(capacity)
+        return LocalDispatcher(num_experts=4)
+
+    monkeypatch.setattr(dispatcher_module, "create_dispatcher", create)
+    settings = ("layout.dispatcher.capacity_factor=1e9", f"rerun.kind={rerun}")
+    config = apply_overrides(nano(), [*ROOM, *settings]).for_world(2)
+    build_dispatcher(config, _mesh(2), dtype=torch.float32, live_forwards=1)
+    assert rows == [2 * 4 * 64 * 2]  # of both ranks, what `even` counts above
+
+
+@pytest.mark.parametrize(("factor", "words"), [(1.9, 0), (2, 1)])
+def test_reruns_that_never_come_are_said(factor, words):
+    settings = (*ROOM, f"layout.dispatcher.capacity_factor={factor}", "steps=100")
+    assert apply_overrides(nano(), settings).unreached() == []
+    said = apply_overrides(nano(), [*settings, "rerun.kind=drops"]).unreached()
+    assert len(said) == words
+    assert all("(2.0) is no less than the worst case (2): nothing is dropped" in it for it in said)
+
+
 def test_without_reruns_nothing_grows(monkeypatch):
     monkeypatch.setattr(
         dispatcher_module, "create_dispatcher", lambda kind, **_: LocalDispatcher(num_experts=4)
@@ -223,6 +271,10 @@ def test_without_reruns_nothing_grows(monkeypatch):
         (
             (*ROOM, "rerun.kind=drops", "rerun.growth=1"),
             "rerun.growth = 1: input should be greater",
+        ),
+        (
+            (*ROOM, "rerun.kind=drops", "model.num_dense_layers=4"),
+            "rerun.kind = 'drops' needs a routed layer, and the model has none",
         ),
         ((*ROOM, "rerun.kind=drops", "rerun.most_times=0"), "rerun.most_times = 0: input should"),
         ((*ROOM, "rerun.kind=drops", "rerun.most_dropped=1"), "rerun.most_dropped = 1: input sho"),

@@ -52,10 +52,11 @@ def test_a_step_reports_what_all_its_tokens_say(make_config):
             routing.scores_TE,
             routing.expert_ids_TK,
             mask_T=mask_T,
-            weights_TK=routing.weights_TK,
             num_ranks=2,
         )
-        assert report.keys() == set(type(expected).names())
+        # Nobody here knows which routes are dropped: 0 would say that none are.
+        unknown = {"dropped_routes", "tokens_with_drops", "dropped_weight"}
+        assert report.keys() == set(type(expected).names()) - unknown
         for name, value in report.items():
             wanted = float(getattr(expected, name))
             assert value == pytest.approx(wanted, rel=1e-5, abs=1e-6), name

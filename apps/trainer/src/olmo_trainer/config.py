@@ -324,7 +324,18 @@ class TrainerConfig(Config):
                 f"{self.precision.parameters!r} and device = {self.device!r}; use 'all_to_all'"
             )
 
+    @property
+    def worst_capacity_factor(self) -> float:
+        """A capacity factor from which on nothing is dropped.
+
+        Every token of an expert group sends all the routes that it can to one rank.
+        """
+        moe, num_ranks = self.model.moe, self.layout.expert
+        return num_ranks * min(moe.top_k, moe.num_experts // num_ranks) / moe.top_k
+
     def _rerun_fits(self, rerun: DropsRerun) -> None:
+        if not self.model.moe_layers:
+            raise ValueError("rerun.kind = 'drops' needs a routed layer, and the model has none")
         chosen = self.layout.dispatcher
         first = chosen.capacity_factor if isinstance(chosen, RowwiseDispatcher) else None
         if first is None:
@@ -363,7 +374,7 @@ class TrainerConfig(Config):
                 )
 
     def unreached(self) -> list[str]:
-        """Return what the run is too short for, in words: it is legal, and seldom meant."""
+        """Return what of the configuration never happens, in words: legal, and seldom meant."""
         words, schedule, warmup = [], self.schedule, self.batch.warmup
         if schedule.warmup_steps >= self.steps:
             peak = self.optimizer.learning_rate
@@ -377,6 +388,14 @@ class TrainerConfig(Config):
                 f"batch.warmup.steps ({warmup.steps}) leaves none of {self.steps} steps: none has "
                 f"the whole batch of {self.batch.sequences} sequences"
             )
+        dispatcher, worst = self.layout.dispatcher, self.worst_capacity_factor
+        if isinstance(dispatcher, RowwiseDispatcher) and isinstance(self.rerun, DropsRerun):
+            factor = dispatcher.capacity_factor
+            if factor is not None and factor >= worst:
+                words.append(
+                    f"layout.dispatcher.capacity_factor ({factor}) is no less than the worst case "
+                    f"({worst:.4g}): nothing is dropped, and rerun.kind = 'drops' has nothing to do"
+                )
         return words
 
     def for_world(self, world: int) -> "TrainerConfig":

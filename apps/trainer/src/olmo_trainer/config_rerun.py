@@ -17,7 +17,8 @@ class DropsRerun(Config):
     """A step that drops more than `most_dropped` of its routes is run again, with larger buffers.
 
     Each time the capacity factor of the dispatcher grows by `growth`, and it stays as large for the
-    steps that follow. The host reads two numbers a step for this, and waits for the device.
+    steps that follow. A step whose loss is not finite is left to the guard. The host reads three
+    numbers a step for this, and waits for the device.
     """
 
     kind: Literal["drops"] = "drops"

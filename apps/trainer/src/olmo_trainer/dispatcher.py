@@ -120,11 +120,10 @@ def _with_capacity(
     def of_factor(factor: float) -> Dispatcher:
         return make(capacity=math.ceil(factor * even), admit=partial(admit, policy=chosen.drop))
 
+    worst = config.worst_capacity_factor
+    factor = min(factor, worst)  # more rows would never be filled
     if not isinstance(config.rerun, DropsRerun):
         return of_factor(factor)
-    moe, num_ranks = config.model.moe, config.layout.expert
-    # Where every token of the group sends all that it can to one rank.
-    worst = num_ranks * min(moe.top_k, moe.num_experts // num_ranks) / moe.top_k
     return GrowingDispatcher(
         of_factor, factor, most=min(worst, config.rerun.most_capacity_factor or worst)
     )

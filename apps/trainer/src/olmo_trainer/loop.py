@@ -49,7 +49,7 @@ from olmo_trainer.open_data import end_with_data, open_data
 from olmo_trainer.phases import PhaseClock
 from olmo_trainer.progress import Progress
 from olmo_trainer.rank_times import RankTimes, slow_rank
-from olmo_trainer.rerun import DroppedError
+from olmo_trainer.rerun import DroppedError, Reruns
 from olmo_trainer.run_folder import claim_folder, prepare_folder
 from olmo_trainer.sizes import count_flops, count_parameters
 from olmo_trainer.step import NonFiniteError, accumulate_gradients, heldout_loss, update
@@ -103,7 +103,7 @@ def train(
     if resume is not None:
         check_same_model(resume, config.model)
         check_same_data(resume, data.fingerprint)
-        if resume.step >= config.steps:
+        if resume.step >= config.steps and not goes_on:
             return None
     folder = prepare_folder(config, resume, goes_on=goes_on)
     with launched(config, device) as mesh:
@@ -126,6 +126,8 @@ def train(
             )
             check_same_model(resume, config.model)
             check_same_data(resume, data.fingerprint)
+            if resume.step >= config.steps:  # no sooner: the last one may be damaged too
+                return None
         run = _Run(config, mesh, data, folder, console)
         outcome = run.train(resume)
         run.assembly.close()
@@ -171,6 +173,7 @@ class _Run:
         stages = self.assembly.stages.values()
         self.clock = PhaseClock(mesh.device, self.watchdog.beat, stages)
         self.rank_times = RankTimes(mesh)
+        self.reruns = Reruns()  # of the last step that was read
         is_bytes = data.vocabulary.name == ByteTokenizer.name
         self.bytes_per_token = 1.0 if is_bytes else None
         # FP32 products have another peak than BF16's.
@@ -323,8 +326,9 @@ class _Run:
             self.rank_times.add(record.phase_seconds)
             if result.reasons:
                 progress.say(f"step {record.step} is left out: {', '.join(result.reasons)}")
-            if words := result.reruns.describe():
+            if words := result.reruns.describe(self.reruns):
                 progress.say(f"step {record.step} {words}")
+            self.reruns = result.reruns
             if record.step == step:
                 return record, asked
             self._write(record)

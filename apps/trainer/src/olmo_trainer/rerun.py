@@ -34,15 +34,19 @@ class Reruns:
     dropped_part: float = 0.0  # of the routes of the last run
     over_limit: bool = False  # more are dropped than may be, all the same
 
-    def describe(self) -> str:
-        """Return what a person should know of it, as words after the step's number; or nothing."""
+    def describe(self, before: "Reruns") -> str:
+        """Return what a person should know of it, as words after the step's number; or nothing.
+
+        Of steps in a row that are taken over the limit, and not run again, the first is told:
+        `before` is how the last step went.
+        """
         words = []
         if self.times:
             words.append(
                 f"was run {self.times + 1} times, up to a capacity factor of "
                 f"{self.capacity_factor:.4g}, which stays"
             )
-        if self.over_limit:
+        if self.over_limit and (self.times or not before.over_limit):
             words.append(f"is taken, but {self.dropped_part:.2%} of its routes found no room")
         return "; it ".join(words)
 
@@ -76,7 +80,8 @@ class StepRerun:
         """
         config, times = self._config, 0
         run()
-        while (part := statistics.dropped_part()) > config.most_dropped:
+        # A step that diverged is left to the guard: more room would not help it.
+        while (part := statistics.dropped_part() or 0.0) > config.most_dropped:
             if times == config.most_times or not self._grow():
                 break
             times += 1

@@ -4,6 +4,7 @@ Every rank adds what its own stages and tokens saw; entries of other stages stay
 all ranks is the whole step's. Float64, on the device: counts stay exact. The host reads a copy.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +12,23 @@ from olmo_routing import BalanceReport, LoadReport, Routing, measure_balance, me
 
 from olmo_trainer.config import ModelConfig
 
-_NUM_TOTALS = 7  # of the step, before those of its layers
+# Sums of the step, before those of its layers.
+_OF_THE_STEP = (
+    "loss",  # cross entropy
+    "auxiliary_loss",
+    "tokens",  # that are targets
+    "stops",  # ranks that ask for one
+    "head_z_loss",
+    "dropped",  # routes that found no room
+    "failed_saves",
+)
+# Not known of a layer: a dispatcher says how many routes it dropped, not which.
+_OF_DROPS = ("dropped_routes", "tokens_with_drops", "dropped_weight")
+OF_THE_LOAD = tuple(name for name in LoadReport.names() if name not in _OF_DROPS)
 # What a layer's sums of counts and scores do not tell: means over tokens, added as shares.
-OF_THE_TOKENS = tuple(name for name in BalanceReport.names() if name not in LoadReport.names())
+OF_THE_TOKENS = tuple(
+    name for name in BalanceReport.names() if name not in (*LoadReport.names(), *_OF_DROPS)
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +42,7 @@ class LayerBalance:
     entropy_deficit: float
     dead_experts: int
     honesty: float
-    report: dict[str, float]  # every number of `measure_balance`, these included
+    report: dict[str, float]  # the numbers of `measure_balance` but of drops, these included
 
 
 @dataclass(frozen=True)
@@ -56,10 +71,8 @@ class StepSums:
         self.num_experts = model.moe.num_experts
         self.vector = vector  # reduce it over the world in place
         E = self.num_experts
-        # Cross entropy, auxiliary loss, targets, stop requests, the head's z-loss, routes
-        # that found no room, failed saves.
-        self._totals = vector[:_NUM_TOTALS]
-        rows = vector[_NUM_TOTALS:].view(len(self.moe_layers), _num_columns(model))
+        self._of_the_step = {name: vector[place] for place, name in enumerate(_OF_THE_STEP)}
+        rows = vector[len(_OF_THE_STEP) :].view(len(self.moe_layers), _num_columns(model))
         self._counts_LE = rows[:, :E]
         self._mass_LE = rows[:, E : 2 * E]
         self._losses_L2 = rows[:, 2 * E : 2 * E + 2]  # balance loss and z-loss
@@ -68,28 +81,37 @@ class StepSums:
     @property
     def loss(self) -> torch.Tensor:
         """The mean cross entropy of the global batch, 0-d float64, after the reduction."""
-        return self._totals[0]
+        return self._of_the_step["loss"]
 
     def counts(self, layer: int) -> torch.Tensor:
         """Return `counts_E` (int64) of a layer."""
         return self._counts_LE[layer - self.moe_layers.start].round().to(torch.int64)
 
-    def dropped_part(self) -> float:
+    def dropped_part(self) -> float | None:
         """Return the part of all requested routes that found no room; reads the vector.
 
-        The same on every rank after the reduction over the world: both are exact counts.
+        `None` where the loss is not finite: scores that are NaN choose the same experts for every
+        token. The same on every rank after the reduction over the world.
         """
-        dropped, requested = torch.stack((self._totals[5], self._counts_LE.sum())).tolist()
-        return dropped / max(requested, 1.0)
+        dropped, loss, requested = torch.stack(
+            (self._of_the_step["dropped"], self.loss, self._counts_LE.sum())
+        ).tolist()
+        return dropped / max(requested, 1.0) if math.isfinite(loss) else None
 
     def totals(self) -> StepTotals:
         """Return the losses, the number of targets, and what a rank asked for or reported.
 
         Reads the vector, as `layers` does; call after the reduction over the world.
         """
-        loss, auxiliary, tokens, stops, head_z_loss, dropped, failures = self._totals.tolist()
+        sums = dict(zip(_OF_THE_STEP, self.vector[: len(_OF_THE_STEP)].tolist(), strict=True))
         return StepTotals(
-            loss, auxiliary, round(tokens), stops > 0, head_z_loss, round(dropped), failures > 0
+            loss=sums["loss"],
+            auxiliary_loss=sums["auxiliary_loss"],
+            tokens=round(sums["tokens"]),
+            stop=sums["stops"] > 0,
+            head_z_loss=sums["head_z_loss"],
+            dropped=round(sums["dropped"]),
+            save_failed=sums["failed_saves"] > 0,
         )
 
     def layers(self, *, num_ranks: int = 1) -> list[LayerBalance]:
@@ -108,7 +130,7 @@ class StepSums:
                 dead_experts=int(report.dead_experts),
                 honesty=report.honesty.item(),
                 report={
-                    **{name: float(getattr(report, name)) for name in LoadReport.names()},
+                    **{name: float(getattr(report, name)) for name in OF_THE_LOAD},
                     **dict(zip(OF_THE_TOKENS, of_the_tokens, strict=True)),
                 },
             )
@@ -134,28 +156,28 @@ class StepStatistics(StepSums):
 
     def add_loss(self, loss: torch.Tensor, num_targets: torch.Tensor) -> None:
         """Add a microbatch's share of the mean cross entropy, and its number of targets."""
-        self._totals[0] += loss.detach()
-        self._totals[2] += num_targets
+        self._of_the_step["loss"] += loss.detach()
+        self._of_the_step["tokens"] += num_targets
 
     def add_head_z_loss(self, loss: torch.Tensor) -> None:
         """Add a microbatch's share of the head's mean z-loss, before its coefficient."""
-        self._totals[4] += loss.detach()
+        self._of_the_step["head_z_loss"] += loss.detach()
 
     def add_dropped(self, num_routes: torch.Tensor) -> None:
         """Add a layer's routes that found no room at their experts' rank."""
-        self._totals[5] += num_routes
+        self._of_the_step["dropped"] += num_routes
 
     def add_auxiliary(self, loss: torch.Tensor) -> None:
         """Add a microbatch's share of the weighted auxiliary losses."""
-        self._totals[1] += loss.detach()
+        self._of_the_step["auxiliary_loss"] += loss.detach()
 
     def request_stop(self) -> None:
         """Ask every rank to stop after this step."""
-        self._totals[3] += 1.0
+        self._of_the_step["stops"] += 1.0
 
     def report_failed_save(self) -> None:
         """Tell every rank that a save in the background came to nothing."""
-        self._totals[6] += 1.0
+        self._of_the_step["failed_saves"] += 1.0
 
     def add_routing(
         self,
@@ -180,7 +202,6 @@ class StepStatistics(StepSums):
             routing.scores_TE.detach(),
             routing.expert_ids_TK,
             mask_T=mask_T,
-            weights_TK=routing.weights_TK.detach(),
         )
         means = torch.stack([getattr(report, name) for name in OF_THE_TOKENS])
         self._of_the_tokens_LM[row] += token_share * means
@@ -188,7 +209,7 @@ class StepStatistics(StepSums):
 
 def num_sums(model: ModelConfig) -> int:
     """Return how many numbers a step counts."""
-    return _NUM_TOTALS + len(model.moe_layers) * _num_columns(model)
+    return len(_OF_THE_STEP) + len(model.moe_layers) * _num_columns(model)
 
 
 def _num_columns(model: ModelConfig) -> int:
