@@ -203,7 +203,7 @@ def _larger(a, b):
 def _encode(pairs, factor, keep, MBITS: tl.constexpr):
     """The codes of the bits `keep` of pairs, times `factor`: two in a uint16.
 
-    The product is a sum with -0, which changes no value and no sign: older devices have no other.
+    The product is a sum with -0, which changes no value and no sign.
     """
     TO: tl.constexpr = (
         "cvt.rn.satfinite.e4m3x2.f32" if MBITS == 3 else "cvt.rn.satfinite.e5m2x2.f32"

@@ -61,7 +61,7 @@ def token_product(
 
 
 # A multiprocessor holds two programs of four warps: while one scales and adds, the units work for
-# the other. One program of a whole tile took 1.3 to 1.9 times as long on an H200.
+# the other. One program of a whole tile took 1.3 to 2.0 times as long on an H200.
 _PROGRAMS = 2
 
 
