@@ -78,10 +78,15 @@ class RankProcesses:
     def _start(self) -> None:
         if self._workers:
             return
+        from gpu_ranks import environment_of  # imports torch, which not every test run needs
+
         with Listener(family="AF_UNIX") as listener:
             command = [sys.executable, __file__, str(listener.address)]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            started = [subprocess.Popen(command, env=environment) for _ in range(MAX_WORLD)]
+            started = [
+                subprocess.Popen(command, env={**environment, **environment_of(rank)})
+                for rank in range(MAX_WORLD)
+            ]
             self._workers = [(worker, listener.accept()) for worker in started]
 
     def close(self) -> None:

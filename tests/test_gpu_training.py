@@ -1,12 +1,12 @@
-"""The program on GPUs: BF16 by itself on one, every layout over NCCL on two."""
+"""The program on GPUs: BF16 by itself on one, every layout over NCCL with two ranks."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from gpu_ranks import launch
 from olmo_trainer.metrics import StepRecord, read_metrics
 from steady_program import STEADY
 
@@ -46,20 +46,17 @@ def _train(folder: Path, *settings: str, processes: int = 1) -> list[float]:
 
 
 def _run(program: Path, folder: Path, *settings: str, processes: int = 1) -> str:
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    command += [str(program), "nano"]
+    arguments = ["nano"]
     for setting in (*settings, f"run.folder={folder}", "run.sample_bytes=0"):
-        command += ["--set", setting]
-    # Multicast stays off: a program that uses it can put a shared host's GPUs out of service.
-    environment = {
-        **os.environ,
-        "NCCL_NVLS_ENABLE": "0",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    }
+        arguments += ["--set", setting]
+    if processes > 1:
+        return launch(program, *arguments, world=processes)
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment, timeout=240
+        [sys.executable, str(program), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -88,11 +85,16 @@ def test_one_gpu_runs_every_choice_that_needs_no_other(tmp_path):
     assert muon[-1] < muon[0]
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Losses of one process in FP32."""
+    return _train(tmp_path_factory.mktemp("alone"), "precision.parameters=fp32")
+
+
 @pytest.mark.multigpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_gpus_give_the_losses_of_one(tmp_path, layout):
-    alone = _train(tmp_path / "alone", "precision.parameters=fp32")
+def test_two_ranks_give_the_losses_of_one(alone, tmp_path, layout):
     together = _train(
         tmp_path / "together", "precision.parameters=fp32", *LAYOUTS[layout], processes=2
     )
@@ -100,9 +102,19 @@ def test_two_gpus_give_the_losses_of_one(tmp_path, layout):
 
 
 @pytest.mark.multigpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_that_drops_is_run_again_with_larger_symmetric_memory(alone, tmp_path):
+    settings = [*LAYOUTS["rowwise"], "layout.dispatcher.capacity_factor=1.0", "rerun.kind=drops"]
+    settings += ["precision.parameters=fp32"]
+    assert _train(tmp_path / "run", *settings, processes=2) == pytest.approx(alone, rel=2e-4)
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert sum(each.reruns for each in records if isinstance(each, StepRecord)) > 0
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("layout", STEADY_LAYOUTS)
-def test_steady_steps_on_two_gpus_wait_for_nothing(tmp_path, layout):
+def test_steady_steps_of_two_ranks_wait_for_nothing(tmp_path, layout):
     settings = [*STEADY_LAYOUTS[layout], "run.log_every=100", "run.heldout_every=0", "steps=7"]
     program = Path(__file__).with_name("steady_program.py")
     said = _run(program, tmp_path / "run", *settings, processes=2)

@@ -6,12 +6,12 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_ranks import gpu_of
 from olmo_ep_comm import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from torch import Tensor
 
 NUM_EXPERTS = 8
 needs_gpu = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
-needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def make_inputs(rank: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,8 +78,8 @@ def test_an_unknown_id_is_a_device_side_assertion():
 
 
 def _run_on_nccl(rank: int, world: int) -> None:
-    torch.cuda.set_device(rank)
-    group = dist.new_group(backend="nccl", device_id=torch.device("cuda", rank))
+    torch.cuda.set_device(gpu_of(rank))
+    group = dist.new_group(backend="nccl", device_id=gpu_of(rank))
     assert isinstance(group, dist.ProcessGroup)
     try:
         dispatcher = AllToAllDispatcher(num_experts=NUM_EXPERTS, group=group)
@@ -94,7 +94,7 @@ def _run_on_nccl(rank: int, world: int) -> None:
         dist.destroy_process_group(group)
 
 
-@needs_gpus
+@needs_gpu
 @pytest.mark.dist
 @pytest.mark.multigpu
 def test_nccl_equals_one_process_bitwise(processes):

@@ -94,7 +94,7 @@ def _check(rank, schedule):
 def main():
     """Compare every schedule with one process."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     watchdog = threading.Timer(240, os._exit, [3])
     watchdog.daemon = True
     watchdog.start()

@@ -1,12 +1,12 @@
 """The benchmark of step times runs: on gloo in a dry run, on two GPUs as it is meant."""
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from gpu_ranks import launch
 
 FOLDER = Path(__file__).parent.parent / "benchmarks" / "step_time"
 NAMES = (
@@ -54,12 +54,5 @@ def test_a_dry_run_has_a_row_for_every_schedule(processes):
 @pytest.mark.multigpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_gpus_time_every_schedule():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    result = subprocess.run(
-        [*command, "--nproc-per-node", "2", str(FOLDER), "--rounds", "2"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert tuple(_rows(result.stdout)) == NAMES
+    said = launch(FOLDER, "--rounds", "2", world=2)
+    assert tuple(_rows(said)) == NAMES
