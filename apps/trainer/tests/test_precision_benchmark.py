@@ -167,7 +167,6 @@ def test_files_that_do_not_fit_are_refused(tmp_path, seed, shared, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--precisions", "rceil"), "must have bf16"),
         (("--recipes", "tiny"), "must be some of toy, mid, got 'tiny'"),
         (("--seeds", "one"), "must be numbers"),
         (("--seeds=-1",), "seed = -1"),

@@ -77,7 +77,7 @@ def render(files: Sequence[Path]) -> list[Path]:
     joined = {
         "facts": [facts for content in contents for facts in content["facts"]],
         "shared": shared,
-        "runs": list(runs.values()),
+        "runs": [_plain(_run(run)) for run in runs.values()],
     }
     return _write(files[0].with_name(f"{files[0].stem}_joined.json"), joined)
 
@@ -95,6 +95,8 @@ def _write(data: Path, content: Mapping[str, Any]) -> list[Path]:
 
 def _plain(run: Run) -> dict[str, Any]:
     plain = asdict(run)
+    for name in ("losses", "norms"):  # nine digits hold a float32
+        plain[name] = [float(f"{value:.9g}") for value in plain[name]]
     plain["heldout"] = None if math.isnan(run.heldout) else run.heldout
     return plain
 
