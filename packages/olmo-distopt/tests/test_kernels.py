@@ -109,6 +109,7 @@ def test_a_step_is_as_good_as_the_reference(numel, dtype, low_moments, scale, be
         copies[impl] = nn.Parameter(_draw(numel, seed - 1, dtype))
         results[impl] = _steps(copies[impl], impl, moment_dtype=moment_dtype, **options)
     exact = [_draw(numel, seed - 1, dtype).double(), *(torch.zeros(numel).double().to(DEVICE),) * 2]
+    largest = [value.abs().max() for value in exact]
     for step in range(4):
         exact = reference.adamw(
             exact[0],
@@ -116,10 +117,14 @@ def test_a_step_is_as_good_as_the_reference(numel, dtype, low_moments, scale, be
             *exact[1:],
             **{"step": step + 1, "lr": 0.01, "betas": betas, "eps": 1e-8, "weight_decay": decay},
         )
-    for kind, want in zip(("main", "exp_avg", "exp_avg_sq"), exact, strict=True):
+        largest = [max(m, value.abs().max()) for m, value in zip(largest, exact, strict=True)]
+    kinds = ("main", "exp_avg", "exp_avg_sq")
+    for kind, want, most in zip(kinds, exact, largest, strict=True):
         ours, plain = (results[i][f"{kind}.w"].double() for i in ("triton", "reference"))
         error, allowed = (ours - want).abs().max(), (plain - want).abs().max()
-        assert error <= 2 * allowed + 1e-6 * want.abs().max(), kind
+        # Two last bits of the largest value on the way: where plain torch is exact, as of a single
+        # element by chance, the kernel need not be.
+        assert error <= 2 * allowed + 2 * 2.0**-23 * most, kind
     assert torch.equal(copies["triton"], results["triton"]["main.w"].to(dtype))
 
 
