@@ -18,7 +18,7 @@ from cells import Cell, Settings
 from olmo_distopt import GradientReducer, ReplicaGroups, ShardedAdamW
 from timing import interleave
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -106,6 +106,10 @@ def _fsdp(width: int, depth: int, device: str) -> Contender:
     for layer in model.layers:
         fully_shard(layer, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # a sum as ours is, by the plain collective
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
     optimizer = _adamw(model)
 
     def step(x: torch.Tensor) -> None:
@@ -114,9 +118,6 @@ def _fsdp(width: int, depth: int, device: str) -> Contender:
             model.set_requires_gradient_sync(last)  # pyright: ignore[reportCallIssue]
             model.set_reshard_after_backward(last)  # pyright: ignore[reportCallIssue]
             _loss(model(x)).backward()
-        # It averages over the ranks; ours is a sum.
-        for parameter in model.parameters():
-            parameter.grad.mul_(dist.get_world_size())  # pyright: ignore[reportOptionalMemberAccess]
         optimizer.step()
         optimizer.zero_grad()
 
