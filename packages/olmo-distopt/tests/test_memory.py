@@ -17,8 +17,8 @@ def _report(rank, world, kind, moment_dtype):
         {"dense": dist.group.WORLD, "expert": None}, lambda name, _: name.partition(".")[0]
     )
     values = {
-        "dense.a": (64, 64),
-        "dense.b": (64, 64),
+        "dense.up": (64, 64),
+        "dense.down": (64, 64),
         "dense.norm": (64,),
         "expert.w": (2, 64, 64),
     }
@@ -59,6 +59,20 @@ def test_bytes_a_parameter(processes, kind, moment_dtype, state, norm_state):
         table = str(report)
         assert f"{numel} parameters" in table
         assert f"{4:8.3f} B" in table
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_are_predicted_in_the_dtype_they_are_added_in(alone, dtype):
+    named = [("w", nn.Parameter(torch.ones(10, 10).bfloat16())), ("b", nn.Parameter(torch.ones(5)))]
+    optimizer = ShardedAdamW(named, alone, lr=0.1)
+    assert memory_report(named, alone, optimizer).gradients.predicted == 4 * 105
+    reducer = GradientReducer(named, alone, accumulate_dtype=dtype)
+    report = memory_report(named, alone, optimizer)
+    assert report.gradients.predicted == report.gradients.measured == dtype.itemsize * 105
+    assert f"{dtype.itemsize:8.3f} B" in str(report)
+    reducer.close()
+    again = memory_report(named, alone, optimizer).gradients
+    assert (again.predicted, again.measured) == (4 * 105, 0)
 
 
 def test_a_report_sees_what_is_kept_twice(alone):

@@ -3,7 +3,7 @@
 For a parameter of n elements with D replicas:
 
     weight            n * (bytes of its dtype)
-    gradient          4 n
+    gradient          n * (4, or 8 where a reducer adds in float64)
     optimizer state   (4 + bytes of its moments) n / D
 
 which for BF16 weights and FP32 moments is `6 + 12/D` bytes a parameter on each process, for an
@@ -40,7 +40,8 @@ class MemoryReport:
     Attributes:
         num_parameters: elements of the trainable parameters that this process holds.
         weights: the parameters themselves.
-        gradients: `main_grad`; measured 0 without a `GradientReducer`.
+        gradients: `main_grad`; without a `GradientReducer` predicted as with one of float32, and
+            measured 0.
         optimizer: main weights and moments.
     """
 
@@ -101,11 +102,15 @@ def memory_report(
             f"`named_parameters` must be those of the optimizer, which has no {strange}; it keeps "
             "those that required a gradient when it was made."
         )
-    grads = [vars(p)["main_grad"] for _, p in parameters if "main_grad" in vars(p)]
+    grads = {p: vars(p)["main_grad"] for _, p in parameters if "main_grad" in vars(p)}
     numel = sum(parameter.numel() for _, parameter in parameters)
     sharded = sum(
         parameter.numel() * state_bytes[name] / replica_groups.of(name, parameter).size
         for name, parameter in parameters
+    )
+    summed = sum(
+        p.numel() * (grads[p].element_size() if p in grads else torch.float32.itemsize)
+        for _, p in parameters
     )
     return MemoryReport(
         num_parameters=numel,
@@ -113,7 +118,7 @@ def memory_report(
             sum(p.numel() * p.element_size() for _, p in parameters),
             _measure([p for _, p in parameters]),
         ),
-        gradients=MemoryPart(4.0 * numel, _measure(grads)),
+        gradients=MemoryPart(summed, _measure(list(grads.values()))),
         optimizer=MemoryPart(sharded, _measure(list(state.values()))),
     )
 
