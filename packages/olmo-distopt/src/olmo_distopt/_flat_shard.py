@@ -14,7 +14,7 @@ writer stores each distinct range once; the reader copies the overlaps of what i
 there is. A data-parallel shard of the optimizer, an expert-parallel stack and a pipeline stage that
 holds only some of the names need no cases of their own.
 
-Protocol: `torch.distributed._checkpointable._Checkpointable` (torch 2.9 to 2.11).
+Protocol: `torch.distributed._checkpointable._Checkpointable`, private to torch; as of torch 2.11.
 """
 
 from __future__ import annotations
