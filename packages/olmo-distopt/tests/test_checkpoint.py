@@ -259,10 +259,10 @@ def _next_step(kind, name, values):
 
 
 def _resume(rank, world, folder, kind):
-    """Six steps at once, and in three runs of two steps each with a checkpoint between them."""
+    """Twelve steps at once, and in runs of two, five and five with checkpoints between them."""
     grads = [
         {name: (value + 1).mul(step + 1).sin() for name, value in _global_values().items()}
-        for step in range(6)
+        for step in range(12)
     ]
 
     def start(fill):
@@ -284,7 +284,7 @@ def _resume(rank, world, folder, kind):
         return values.cos()
 
     held, optimizer = start(fill)
-    steps(held, optimizer, range(6))
+    steps(held, optimizer, range(12))
     uninterrupted = everything(held, optimizer)
 
     held, optimizer = start(fill)
@@ -297,7 +297,7 @@ def _resume(rank, world, folder, kind):
         optimizer.finish_loading()
         after = everything(held, optimizer)
         assert all(torch.equal(before[key], after[key]) for key in before), "state after a load"
-        steps(held, optimizer, range(2 * run, 2 * run + 2))
+        steps(held, optimizer, range(5 * run - 3, 5 * run + 2))
     resumed = everything(held, optimizer)
     assert any(value.float().frac().ne(0).any() for value in resumed.values())
     return [key for key in uninterrupted if not torch.equal(uninterrupted[key], resumed[key])]
