@@ -5,7 +5,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from olmo_mxfp8 import MXRecipe, mx_grouped_mm, mx_linear
+from olmo_mxfp8 import (
+    MXLinear,
+    MXRecipe,
+    dequantize,
+    mx_grouped_mm,
+    mx_linear,
+    quantize,
+)
 
 SIZES = [(5, 0, 32, 3), (0, 4, 0), (6, 0), (0, 0, 0), (33, 31, 0, 64), (1,)]
 
@@ -263,13 +270,36 @@ def test_only_the_gradients_asked_for():
     assert not mx_linear(x.detach(), w[0].detach()).requires_grad
 
 
-def test_saves_33_bytes_for_32_values_of_the_rows():
-    x, w = torch.randn(64, 128, requires_grad=True), torch.randn(32, 128, requires_grad=True)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        mx_linear(x, w)
-    rows = [t for t in saved if t.untyped_storage().data_ptr() != w.untyped_storage().data_ptr()]
-    assert sum(t.nbytes for t in rows) == 64 * 128 * 33 // 32 + 4  # and where the rows end
+@pytest.mark.parametrize("saved", ["high", "mxfp8"])
+@pytest.mark.parametrize("precision", ["high", "mxfp8"])
+@pytest.mark.parametrize("granularity", [32, 128])
+@pytest.mark.parametrize("form", ["mx_linear", "MXLinear", "mx_grouped_mm"])
+def test_saves_the_rows_as_they_were_multiplied_whatever_the_recipe_saves(
+    form, granularity, precision, saved
+):
+    """33 bytes for 32 values. `saved` is for the hidden layer of experts alone."""
+    recipe = MXRecipe(
+        granularity=granularity, input_grad=precision, weight_grad=precision, saved=saved
+    )
+    x, w = torch.randn(64, 128, requires_grad=True), torch.randn(1, 128, 128)
+    layer = MXLinear.from_linear(torch.nn.Linear(128, 128, bias=False), recipe)
+    layer.weight.data.copy_(w[0])
+    calls = {
+        "mx_linear": lambda: mx_linear(x, w[0], recipe=recipe),
+        "MXLinear": lambda: layer(x),
+        "mx_grouped_mm": lambda: mx_grouped_mm(x, w, offsets((64,)), recipe=recipe),
+    }
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        calls[form]()
+    data, scales, weight, ends = kept
+    rows = quantize(x, granularity=granularity)
+    assert torch.equal(data.view(torch.uint8), rows.data.view(torch.uint8))
+    assert torch.equal(scales, rows.scales)
+    assert data.nbytes + scales.nbytes == 64 * 128 * 33 // 32
+    storages = [t.untyped_storage().data_ptr() for t in (weight, w, layer.weight)]
+    assert storages[0] == storages[2 if form == "MXLinear" else 1]
+    assert ends.tolist() == [64]
 
 
 def test_a_weight_edited_before_the_backward_is_noticed():
