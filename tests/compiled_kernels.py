@@ -24,7 +24,7 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
-SHARED_BYTES = {80: 99 * 1024, 90: 232448, 100: 232448}
+SHARED_BYTES = {80: 99 * 1024, 90: 232448, 100: 232448, 120: 99 * 1024}
 """What one program may have; 99 KiB is the least among the devices that sm_80 code runs on."""
 
 
@@ -65,19 +65,29 @@ def compiling_for(capability: int) -> Iterator[list[Any]]:
 
 def resources(kernel: Any) -> dict[str, int]:
     """Registers a thread, bytes of its stack, and bytes of shared memory a program."""
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [cuobjdump, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = _dump(kernel, "--dump-resource-usage")
     found = re.findall(r"(REG|STACK|LOCAL):(\d+)", text)
     assert [name for name, _ in found] == ["REG", "STACK", "LOCAL"], text
     return {name: int(value) for name, value in found} | {"SHARED": kernel.metadata.shared}
 
 
 def assert_fits(kernel: Any, shared_bytes: int = SHARED_BYTES[80]) -> None:
-    """No register is spilled, stack being where it would go, and the shared memory is there."""
+    """No register is spilled, stack being where it would go, and the shared memory is there.
+
+    For sm_120 the compiler of Triton 3.6 writes zeros to 8 bytes of stack beside some barriers, and
+    reads them nowhere. That is no spill: what was spilled is read again.
+    """
     used, name = resources(kernel), kernel.metadata.name
-    assert used["STACK"] == used["LOCAL"] == 0, f"{name} spills registers: {used}"
+    spills = used["STACK"] + used["LOCAL"] > 0 and "LDL" in _dump(kernel, "--dump-sass")
+    assert not spills, f"{name} spills registers: {used}"
     assert used["SHARED"] <= shared_bytes, f"{name} takes too much shared memory: {used}"
+
+
+def _dump(kernel: Any, what: str) -> str:
+    """What Triton's own `cuobjdump` says of a compiled kernel."""
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [cuobjdump, what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

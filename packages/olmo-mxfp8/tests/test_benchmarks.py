@@ -43,6 +43,36 @@ def test_a_dry_run_checks_every_contender_and_writes_a_report(tmp_path):
     assert held["coarse, hidden in MXFP8"][0] < 0.55 * held["bf16, olmo-experts-gemm"][0]
 
 
+SAYS_AGAIN = """
+import json, sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+import report
+from cells import Cell
+from goals import GOALS
+
+bars = {(g.topic, g.what, g.ours, g.peer): (g.least, g.aim) for g in GOALS}
+for (topic, what, ours, peer), both in bars.items():
+    if topic == "product":
+        for other in ("bf16, torch", "bf16, olmo-experts-gemm"):
+            assert bars[topic, what, ours, other] == both, f"{ours} is not judged beside {other}"
+(stored,) = Path(sys.argv[1]).glob("reports/all_*.json")
+data = json.loads(stored.read_text())
+report.write(Path(sys.argv[2]), stored.stem, data["facts"], [Cell(**c) for c in data["cells"]])
+for suffix in (".md", ".json"):
+    again = Path(sys.argv[2], stored.stem + suffix).read_text()
+    assert again == stored.with_suffix(suffix).read_text(), f"{suffix} of the report says otherwise"
+"""
+
+
+def test_the_report_says_what_its_numbers_do_beside_both_bf16_products(tmp_path):
+    """A goal that changes changes the verdicts, which are made from the stored repeats."""
+    command = [sys.executable, "-c", SAYS_AGAIN, str(BENCHMARKS), tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_a_report_is_never_overwritten_and_bad_options_are_refused(tmp_path):
     for _ in range(2):
         assert _run("--dry-run", "--only", "width", "--out", tmp_path).returncode == 0

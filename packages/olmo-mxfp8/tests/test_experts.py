@@ -127,6 +127,35 @@ def test_the_tail_reaches_nothing_and_empty_experts_have_zero_gradients(recipe, 
             assert (got[i][e] == 0).all() == (size == 0)
 
 
+@pytest.mark.parametrize("zero", ["x", "up", "down", "weights", "dy"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        MXRecipe(),
+        MXRecipe(granularity=128, saved="mxfp8"),
+        MXRecipe(weight_grad="mxfp8", grad_element="e5m2"),
+        MXRecipe(input_grad="high"),
+    ],
+    ids=str,
+)
+def test_an_operand_of_zeros_makes_zeros_and_no_nan(recipe, zero):
+    """Whatever is a product with it is 0, and the rest is as finite as without."""
+    problem = dict(zip(("x", "up", "down", "weights", "dy"), operands(), strict=True))
+    problem[zero].zero_()
+    got = run(*problem.values(), recipe=recipe)
+    # Of zeros in x the hidden layer is 0, and so is the slope of silu(gate) up.
+    zeros = {
+        "x": {"y", "dx", "dw_up", "dw_down", "d_weights"},
+        "up": {"y", "dx", "dw_up", "dw_down", "d_weights"},
+        "down": {"y", "dx", "dw_up", "d_weights"},
+        "weights": {"y", "dx", "dw_up", "dw_down"},
+        "dy": {"dx", "dw_up", "dw_down", "d_weights"},
+    }[zero]
+    for name, value in zip(("y", "dx", "dw_up", "dw_down", "d_weights"), got, strict=True):
+        assert value.isfinite().all(), name
+        assert (value == 0).all() == (name in zeros), name
+
+
 def test_only_the_gradients_asked_for():
     x, up, down, weights, dy = operands()
     full = run(x, up, down, weights, dy)
@@ -210,6 +239,31 @@ class TestModule:
             cached.load_state_dict(state)
         moved = cached.to(torch.bfloat16)
         assert torch.equal(moved(x, offsets()), plain.to(torch.bfloat16)(x, offsets()))
+
+    def test_the_module_takes_zeros(self):
+        """As the function does, from parameters that are all 0 to a whole batch of zeros."""
+        module = self.module()
+        x, _, _, weights, dy = operands()
+        for parameter in module.parameters():
+            torch.nn.init.zeros_(parameter)
+        module(x.requires_grad_(), offsets(), row_weights_R=weights).backward(dy)
+        for tensor in (x, *module.parameters()):
+            assert (tensor.grad == 0).all()
+
+    def test_eval_and_train_leave_the_caches_as_they_are(self):
+        x, *_ = operands()
+        module = self.module(cached=True)
+        caches, y = dict(module.caches), module(x, offsets())
+        for mode in (module.eval, module.train):
+            assert torch.equal(mode()(x, offsets()), y)
+            assert dict(module.caches) == caches
+        with torch.no_grad():
+            module.eval().w_down_EDH.mul_(2)
+        for mode in (module.train, module.eval):
+            with pytest.raises(RuntimeError, match="this `WeightCache` is stale"):
+                mode()(x, offsets())
+        module.refresh()
+        assert torch.equal(module(x, offsets()), 2 * y)
 
     def test_a_step_without_refresh_is_an_error(self):
         x, *_ = operands()

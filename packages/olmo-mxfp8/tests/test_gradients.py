@@ -5,7 +5,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from olmo_mxfp8 import MXRecipe, mx_grouped_mm, mx_linear
+from olmo_mxfp8 import (
+    MXLinear,
+    MXRecipe,
+    dequantize,
+    mx_grouped_mm,
+    mx_linear,
+    quantize,
+)
 
 SIZES = [(5, 0, 32, 3), (0, 4, 0), (6, 0), (0, 0, 0), (33, 31, 0, 64), (1,)]
 
@@ -132,14 +139,18 @@ def test_gradients_are_close_to_the_unquantised_ones(recipe, errors):
 
 @pytest.mark.parametrize("granularity", [32, 128])
 @pytest.mark.parametrize("rule", ["rceil", "floor"])
-def test_a_quantised_weight_gradient_shares_no_scale_between_experts(granularity, rule, oracle):
+@pytest.mark.parametrize("sizes", [(33, 31, 0, 64, 1), (32, 44, 127), (127, 32, 0, 44)], ids=str)
+def test_a_quantised_weight_gradient_shares_no_scale_between_experts(
+    sizes, granularity, rule, oracle
+):
     """It is that of each expert alone, zero-padded to whole blocks, whoever its neighbours are."""
-    sizes = (33, 31, 0, 64, 1)
-    x, w, dy = operands(129 + 5, 5, d=128, f=128)
-    for rows, magnitude in ((slice(0, 33), 1e4), (slice(33, 64), 1e-2)):
+    total = sum(sizes)
+    x, w, dy = operands(total + 5, len(sizes), d=128, f=128)
+    ends = torch.tensor(sizes).cumsum(0)
+    for rows, magnitude in ((slice(0, ends[0]), 1e4), (slice(ends[0], ends[1]), 1e-2)):
         x[rows] *= magnitude
         dy[rows] *= magnitude
-    x[129:], dy[129:] = torch.nan, torch.inf
+    x[total:], dy[total:] = torch.nan, torch.inf
     recipe = MXRecipe(
         weight_grad="mxfp8", grad_element="e5m2", granularity=granularity, scale_rule=rule
     )
@@ -159,6 +170,48 @@ def test_a_quantised_weight_gradient_shares_no_scale_between_experts(granularity
 
     for e, expected in enumerate(per_expert(sizes, alone)):
         assert (dw[e] - expected).norm() <= 1e-6 * expected.norm(), f"expert {e}"
+
+
+def test_a_block_across_two_experts_would_lose_the_smaller_one():
+    """The control: why experts are padded. In blocks of their own its values are 5/512 each."""
+    sizes = (33, 31, 0, 64)
+    magnitudes = torch.tensor([1e4, 1e-2, 0, 1]).repeat_interleave(torch.tensor(sizes))
+    x = magnitudes[:, None].expand(128, 64)
+    w, dy = torch.zeros(4, 32, 64), torch.ones(128, 32)
+    across = dequantize(quantize(x, dim=0))
+    assert (across[33:64] == 0).all()
+    _, _, dw = run(mx_grouped_mm, x, w, dy, offsets(sizes), recipe=MXRecipe(weight_grad="mxfp8"))
+    assert (dw[1] == 31 * 5 / 512).all()
+    assert (dw[2] == 0).all()
+    assert (dw[3] == 64).all()
+
+
+@pytest.mark.parametrize("zero", ["x", "w", "dy"])
+@pytest.mark.parametrize("form", ["mx_linear", "mx_grouped_mm"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        MXRecipe(),
+        MXRecipe(granularity=128),
+        MXRecipe(element="e5m2", grad_element="e5m2", scale_rule="floor"),
+        MXRecipe(weight_grad="mxfp8"),
+        MXRecipe(weight_grad="mxfp8", granularity=128),
+        MXRecipe(input_grad="high"),
+    ],
+    ids=str,
+)
+def test_an_operand_of_zeros_makes_zeros_and_no_nan(recipe, form, zero):
+    """A whole tensor of zeros has scales of 2^-127, which nothing may divide by."""
+    x, w, dy = operands(40, 1, d=128, f=128)
+    {"x": x, "w": w, "dy": dy}[zero].zero_()
+    if form == "mx_linear":
+        got = run(mx_linear, x, w[0], dy, recipe=recipe)
+    else:
+        got = run(mx_grouped_mm, x, w, dy, offsets((40,)), recipe=recipe)
+    made_of = {"y": "xw", "dx": ("dy", "w"), "dw": ("dy", "x")}
+    for (name, sources), value in zip(made_of.items(), got, strict=True):
+        assert value.isfinite().all(), name
+        assert (value == 0).all() == (zero in sources), name
 
 
 def test_an_input_gradient_in_high_precision():
@@ -263,13 +316,36 @@ def test_only_the_gradients_asked_for():
     assert not mx_linear(x.detach(), w[0].detach()).requires_grad
 
 
-def test_saves_33_bytes_for_32_values_of_the_rows():
-    x, w = torch.randn(64, 128, requires_grad=True), torch.randn(32, 128, requires_grad=True)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        mx_linear(x, w)
-    rows = [t for t in saved if t.untyped_storage().data_ptr() != w.untyped_storage().data_ptr()]
-    assert sum(t.nbytes for t in rows) == 64 * 128 * 33 // 32 + 4  # and where the rows end
+@pytest.mark.parametrize("saved", ["high", "mxfp8"])
+@pytest.mark.parametrize("precision", ["high", "mxfp8"])
+@pytest.mark.parametrize("granularity", [32, 128])
+@pytest.mark.parametrize("form", ["mx_linear", "MXLinear", "mx_grouped_mm"])
+def test_saves_the_rows_as_they_were_multiplied_whatever_the_recipe_saves(
+    form, granularity, precision, saved
+):
+    """33 bytes for 32 values. `saved` is for the hidden layer of experts alone."""
+    recipe = MXRecipe(
+        granularity=granularity, input_grad=precision, weight_grad=precision, saved=saved
+    )
+    x, w = torch.randn(64, 128, requires_grad=True), torch.randn(1, 128, 128)
+    layer = MXLinear.from_linear(torch.nn.Linear(128, 128, bias=False), recipe)
+    layer.weight.data.copy_(w[0])
+    calls = {
+        "mx_linear": lambda: mx_linear(x, w[0], recipe=recipe),
+        "MXLinear": lambda: layer(x),
+        "mx_grouped_mm": lambda: mx_grouped_mm(x, w, offsets((64,)), recipe=recipe),
+    }
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        calls[form]()
+    data, scales, weight, ends = kept
+    rows = quantize(x, granularity=granularity)
+    assert torch.equal(data.view(torch.uint8), rows.data.view(torch.uint8))
+    assert torch.equal(scales, rows.scales)
+    assert data.nbytes + scales.nbytes == 64 * 128 * 33 // 32
+    storages = [t.untyped_storage().data_ptr() for t in (weight, w, layer.weight)]
+    assert storages[0] == storages[2 if form == "MXLinear" else 1]
+    assert ends.tolist() == [64]
 
 
 def test_a_weight_edited_before_the_backward_is_noticed():

@@ -103,6 +103,27 @@ def test_a_cached_weight_is_the_weight_or_an_error():
         layer(x)
 
 
+def test_eval_and_train_leave_a_cached_weight_as_it_is():
+    """Neither hides an edit, which both modes see as stale, and neither quantises anew."""
+    layer = MXLinear(64, 32, cached=True)
+    x = torch.randn(7, 64)
+    y, cache = layer(x), layer.cache_of("weight")
+    for mode in (layer.eval, layer.train):
+        assert torch.equal(mode()(x), y)
+        assert layer.cache_of("weight") is cache
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    layer(x).sum().backward()
+    optimizer.step()
+    for mode in (layer.eval, layer.train):
+        with pytest.raises(RuntimeError, match="this `WeightCache` is stale"):
+            mode()(x)
+    layer.refresh()
+    fresh = MXLinear.from_linear(layer)(x)
+    assert not torch.equal(fresh, y)
+    for mode in (layer.eval, layer.train):
+        assert torch.equal(mode()(x), fresh)
+
+
 def test_input_gradient_uses_the_live_weight():
     layer = MXLinear(64, 32)
     for _ in range(2):

@@ -131,6 +131,23 @@ class TestAuto:
             assert self.pick((32, 32)) == self.pick((128, 128)) == "dequantise"
             assert self.pick(width=12) == "reference"
 
+    def test_the_units_that_each_is_for(self, monkeypatch):
+        """Named, it runs on the generations that have them and says which those are elsewhere."""
+        monkeypatch.setattr(_product_kernels, "why_no_kernel", lambda device, index: None)
+        device, coarse = torch.device("cuda", 0), (128, "128x128")
+        units = {"coarse": ([9], "9.x"), "native": ([10, 12], "10.x or 12.x")}
+        for major, minor in [(8, 0), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]:
+            capability = (major, minor)
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+            for impl, (majors, names) in units.items():
+                arguments = (impl, device, coarse, 4, 2, 64)
+                if major in majors:
+                    assert _product_impl.pick_product(*arguments) == impl
+                    continue
+                message = f"`impl='{impl}'` cannot run: it is for compute capability {names}, this"
+                with pytest.raises(ValueError, match=f"{message} device has .{major}, {minor}"):
+                    _product_impl.pick_product(*arguments)
+
     @pytest.mark.parametrize(
         ("impl", "message"),
         [

@@ -4,6 +4,7 @@ The launchers run on CPU tensors with the tilings for CUDA tensors, and each lau
 What comes out must use the matrix units of its architecture and spill no register.
 """
 
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,10 +43,18 @@ def _offsets() -> Tensor:
     return torch.zeros(E, dtype=torch.int32)
 
 
-def _product(kind: str, out_dtype: torch.dtype, *, K: int = K, N: int = N) -> None:
+def _product(
+    kind: str,
+    out_dtype: torch.dtype,
+    *,
+    K: int = K,
+    N: int = N,
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
+) -> None:
     from olmo_mxfp8._triton.row_product import row_product
 
-    dtype = torch.bfloat16 if kind == "plain" else torch.float8_e4m3fn
+    if dtypes is None:
+        dtypes = (torch.bfloat16,) * 2 if kind == "plain" else (torch.float8_e4m3fn,) * 2
     scales: dict[str, tuple[Tensor, Tensor] | tuple[None, None]] = {
         "plain": (None, None),
         "native": (
@@ -55,8 +64,8 @@ def _product(kind: str, out_dtype: torch.dtype, *, K: int = K, N: int = N) -> No
     }
     a_scales, b_scales = scales[kind]
     row_product(
-        _packed(R, K, dtype=dtype),
-        _packed(E, N, K, dtype=dtype),
+        _packed(R, K, dtype=dtypes[0]),
+        _packed(E, N, K, dtype=dtypes[1]),
         _offsets(),
         out_dtype,
         kind=kind,
@@ -65,20 +74,28 @@ def _product(kind: str, out_dtype: torch.dtype, *, K: int = K, N: int = N) -> No
     )
 
 
-def _compile_product(capability: int, kind: str, out_dtype: torch.dtype, **sizes: int) -> Any:
+def _compile_product(capability: int, kind: str, out_dtype: torch.dtype, **options: Any) -> Any:
     with compiling_for(capability) as compiled:
-        _product(kind, out_dtype, **sizes)
+        _product(kind, out_dtype, **options)
     listing, product = compiled
     assert "assertfail" in listing.asm["ptx"], "offsets out of order must be an error"
     return product
 
 
 OUT_DTYPES = pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
-UNITS = {80: r"mma\.sync\S*bf16", 90: r"wgmma\.mma_async\S*bf16", 100: r"tcgen05\.mma\S*f16"}
+UNITS = {
+    80: r"mma\.sync\S*bf16",
+    90: r"wgmma\.mma_async\S*bf16",
+    100: r"tcgen05\.mma\S*f16",
+    120: r"mma\.sync\S*bf16",
+}
+SCALED_UNITS = {100: r"tcgen05\.mma\S*mxf8f6f4\.block_scale", 120: r"mma\.sync\S*block_scale"}
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ELEMENTS = {E4M3: "e4m3", E5M2: "e5m2"}
 
 
 @OUT_DTYPES
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_the_plain_product(capability: int, out_dtype: torch.dtype) -> None:
     for sizes in ({}, {"K": 544, "N": 200}):  # and sizes that no tile divides
         kernel = _compile_product(capability, "plain", out_dtype, **sizes)
@@ -86,36 +103,52 @@ def test_the_plain_product(capability: int, out_dtype: torch.dtype) -> None:
         assert_fits(kernel, capability)
 
 
-@OUT_DTYPES
-def test_the_coarse_product_multiplies_codes_on_hopper(out_dtype: torch.dtype) -> None:
+PAIRS = list(itertools.product(ELEMENTS, ELEMENTS))
+SCALED_CASES = [
+    *((PAIRS[0], out_dtype) for out_dtype in (torch.bfloat16, torch.float16, torch.float32)),
+    *((pair, torch.bfloat16) for pair in PAIRS[1:]),
+    (PAIRS[-1], torch.float32),
+]
+
+
+@pytest.mark.parametrize(("dtypes", "out_dtype"), SCALED_CASES, ids=str)
+def test_the_coarse_product_multiplies_codes_on_hopper(
+    dtypes: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype
+) -> None:
     from olmo_mxfp8._triton.coarse_product import coarse_product
 
-    for element in (torch.float8_e4m3fn, torch.float8_e5m2):
-        with compiling_for(90) as compiled:
-            coarse_product(
-                _packed(R, K, dtype=element),
-                _packed(R, K // 32, dtype=torch.uint8),
-                _packed(E, N, K, dtype=torch.float8_e4m3fn),
-                _packed(E, N, K // 32, dtype=torch.uint8),
-                _offsets(),
-                out_dtype,
-            )
-        kernel = compiled[-1]
-        name = "e4m3" if element == torch.float8_e4m3fn else "e5m2"
-        assert re.search(rf"wgmma\.mma_async\S*{name}\.e4m3", kernel.asm["ptx"])
-        assert_fits(kernel, 90)
+    with compiling_for(90) as compiled:
+        coarse_product(
+            _packed(R, K, dtype=dtypes[0]),
+            _packed(R, K // 32, dtype=torch.uint8),
+            _packed(E, N, K, dtype=dtypes[1]),
+            _packed(E, N, K // 32, dtype=torch.uint8),
+            _offsets(),
+            out_dtype,
+        )
+    kernel = compiled[-1]
+    names = r"\.".join(ELEMENTS[each] for each in dtypes)
+    assert re.search(rf"wgmma\.mma_async\S*{names}", kernel.asm["ptx"])
+    assert_fits(kernel, 90)
+
+
+@pytest.mark.parametrize(("dtypes", "out_dtype"), SCALED_CASES, ids=str)
+@pytest.mark.parametrize("capability", [100, 120])
+def test_the_native_product_gives_scales_to_blackwell(
+    capability: int, dtypes: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype
+) -> None:
+    odd = {"K": 544, "N": 200}
+    for sizes in ({}, odd) if dtypes == PAIRS[0] else ({},):
+        kernel = _compile_product(capability, "native", out_dtype, dtypes=dtypes, **sizes)
+        assert re.search(SCALED_UNITS[capability], kernel.asm["ptx"])
+        if capability == 120:  # on sm_100 the formats are in a descriptor
+            names = r"\.".join(ELEMENTS[each] for each in dtypes)
+            assert re.search(rf"mma\.sync\S*f32\.{names}\.f32\.ue8m0", kernel.asm["ptx"])
+        assert_fits(kernel, capability)
 
 
 @OUT_DTYPES
-def test_the_native_product_gives_scales_to_blackwell(out_dtype: torch.dtype) -> None:
-    for sizes in ({}, {"K": 544, "N": 200}):
-        kernel = _compile_product(100, "native", out_dtype, **sizes)
-        assert re.search(r"tcgen05\.mma\S*block_scale", kernel.asm["ptx"])
-        assert_fits(kernel, 100)
-
-
-@OUT_DTYPES
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_the_outer_product(capability: int, out_dtype: torch.dtype) -> None:
     from olmo_mxfp8._triton.outer_product import outer_product
 
@@ -126,7 +159,7 @@ def test_the_outer_product(capability: int, out_dtype: torch.dtype) -> None:
     assert_fits(kernel, capability)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_swiglu(capability: int) -> None:
     from olmo_mxfp8._formats import FORMATS
     from olmo_mxfp8._triton import swiglu
@@ -143,7 +176,7 @@ def test_swiglu(capability: int) -> None:
         assert_fits(kernel, capability)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_quantise_and_dequantise(capability: int) -> None:
     from olmo_mxfp8._formats import FORMATS
     from olmo_mxfp8._triton import dequantize, dequantize_rows, quantize
@@ -168,7 +201,7 @@ def test_quantise_and_dequantise(capability: int) -> None:
         assert_fits(kernel, capability)
 
 
-@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("capability", [90, 100, 120])
 def test_quantise_pairs_of_bfloat16(capability: int) -> None:
     from olmo_mxfp8._formats import FORMATS
     from olmo_mxfp8._triton import quantize_pairs

@@ -139,6 +139,22 @@ def test_the_ends_of_the_scales(impl):
     assert got[2:, 3].isnan().all()
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("zero", ["x", "w", "dy"])
+def test_zeros_make_zeros(impl, zero):
+    """Forward and backward of an operand of zeros: no NaN, and 0 in what is a product with it."""
+    made = {"x": torch.randn(40, 128), "w": torch.randn(2, 128, 128), "dy": torch.randn(40, 128)}
+    made[zero].zero_()
+    recipe = MXRecipe(granularity=128 if impl == "coarse" else 32, weight_grad="mxfp8", impl=impl)
+    operands = [t.to(DEVICE) for t in made.values()]
+    got = _run(mx_grouped_mm, *operands, _offsets((23, 17)), recipe=recipe)
+    for name, sources, value in zip(
+        ("y", "dx", "dw"), ("xw", ("dy", "w"), ("dy", "x")), got, strict=True
+    ):
+        assert value.isfinite().all(), name
+        assert (value == 0).all() == (zero in sources), name
+
+
 def test_output_widths_that_no_tile_divides():
     a, b = _quantised("dequantise", torch.randn(9, 96), torch.randn(40, 96))
     _assert_near(scaled_mm(a, b, out_dtype=OUT, impl="dequantise"), a, b, "dequantise")
@@ -292,7 +308,7 @@ def test_what_cannot_run_says_why():
     narrow = quantize(torch.randn(12, 128)).to(DEVICE)
     with pytest.raises(ValueError, match="output width must be a multiple of 8, got 12"):
         scaled_mm(a, narrow, impl="dequantise")
-    if INTERPRETED or torch.cuda.get_device_capability()[0] != 10:
+    if INTERPRETED or torch.cuda.get_device_capability()[0] not in (10, 12):
         with pytest.raises(ValueError, match="`impl='native'` cannot run: "):
             scaled_mm(a, b, impl="native")
 

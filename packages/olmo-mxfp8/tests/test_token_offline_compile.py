@@ -5,6 +5,8 @@ import re
 import pytest
 import torch
 from test_offline_compile import (
+    E4M3,
+    E5M2,
     OUT_DTYPES,
     E,
     K,
@@ -16,10 +18,8 @@ from test_offline_compile import (
     compiling_for,
 )
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_quantising_along_tokens(capability):
     from olmo_mxfp8._formats import FORMATS
     from olmo_mxfp8._triton.quantize_tokens import quantize_tokens

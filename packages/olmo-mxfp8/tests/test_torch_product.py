@@ -4,6 +4,8 @@ No machine here has the units, so nothing shows that torch's kernel computes wha
 what is tested is that it is asked rightly, as far as its sources say.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from olmo_mxfp8 import (
@@ -199,6 +201,22 @@ def test_native_takes_the_kernel_where_torchs_product_cannot(
     scaled_grouped_mm(a, b, offsets, out_dtype=out_dtype, impl="native")
     assert stand_in.calls == 0
     assert blackwell == [elements]
+
+
+def test_torchs_product_is_for_10_alone(monkeypatch):
+    """Where there are other units that take scales the kernel multiplies."""
+    monkeypatch.setattr(_torch_product, "why_not_build", lambda: None)
+    on_cuda = (
+        SimpleNamespace(shape=(9, 64), element="e4m3", device=torch.device("cuda", 0)),
+        SimpleNamespace(shape=(2, 32, 64), element="e4m3"),
+    )
+    for capability, reason in [
+        ((10, 0), None),
+        ((10, 3), None),
+        ((12, 0), "it is for compute capability 10.x, this device has (12, 0)"),
+    ]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert why_not_torch(*on_cuda, torch.bfloat16) == reason
 
 
 def test_other_builds_of_torch_say_so(monkeypatch):

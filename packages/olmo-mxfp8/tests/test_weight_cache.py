@@ -91,6 +91,33 @@ def test_a_weight_that_moved_is_an_error():
     assert _same(cache.forward, quantize(w))
 
 
+def _edit_data(w):
+    w.data.mul_(2)
+
+
+def _edit_the_buffer_that_it_views(w):
+    flat = torch.randn(2 * w.numel())
+    w.data = flat[: w.numel()].view_as(w)  # as optimizers with a flat buffer do
+    return lambda: flat.mul_(2)
+
+
+@pytest.mark.parametrize(
+    "prepare", [lambda w: lambda: _edit_data(w), _edit_the_buffer_that_it_views]
+)
+def test_a_write_that_is_not_counted_is_not_seen(prepare):
+    """The limit that the class documents: neither raises the version of the weight."""
+    w = nn.Parameter(torch.randn(32, 64))
+    write = prepare(w)
+    cache = WeightCache(w)
+    before, x = quantize(w), torch.randn(5, 64)
+    write()
+    assert _same(cache.forward, before)
+    assert torch.equal(cache.forward.scales + 1, quantize(w).scales)
+    cache.refresh()
+    assert _same(cache.forward, quantize(w))
+    assert torch.equal(mx_linear(x, w, cache=cache), mx_linear(x, w))
+
+
 def test_it_is_read_and_not_made_again_over_microbatches(monkeypatch):
     w = nn.Parameter(torch.randn(32, 64))
     cache = WeightCache(w)

@@ -3,6 +3,10 @@
 Every microbatch and both directions multiply the same MXFP8 weights, so they are quantised once,
 after the start, after each step and after a load, whenever the optimizer has rebuilt them. A copy
 that is older than its weight raises in the forward; it never trains.
+
+The copies are made from the model's own parameters, which on a GPU are in BF16, and not from the
+optimizer's FP32 main weights: so a forward in BF16 and one in MXFP8 see the same weights, of which
+the second rounds once more, and what a precision costs is the products' doing alone.
 """
 
 from collections.abc import Sequence

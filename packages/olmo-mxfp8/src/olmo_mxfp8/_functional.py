@@ -65,6 +65,10 @@ def mx_linear(
         ValueError: The shapes, sizes or devices do not fit, `cache` is of another weight or recipe,
             or the implementation that the recipe names cannot run.
         RuntimeError: `cache` is stale.
+
+    Note:
+        Saved for backward: `w`, and the codes and scales of `x` that were multiplied, 33/32 bytes a
+        value, whatever the recipe's `saved`.
     """
     _check_sources("x", x, "w", w, recipe)
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[1]:
@@ -117,6 +121,9 @@ def mx_grouped_mm(
         RuntimeError: `cache` is stale.
 
     Note:
+        Saved for backward: `w_EFD`, `offsets_E`, and the codes and scales of `x_RD` that were
+        multiplied, 33/32 bytes a value, whatever the recipe's `saved`.
+
         The reference form reads `offsets_E` on the host; the kernels do not. `torch.compile` breaks
         its graph here.
     """

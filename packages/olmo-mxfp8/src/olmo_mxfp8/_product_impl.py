@@ -80,7 +80,7 @@ def _why_not(
     if impl == "native":
         if device.type != "cuda":
             return "Triton's interpreter has no scaled product"
-        return _product_kernels.why_not_generation(device.index, 10)
+        return _product_kernels.why_not_generation(device.index, 10, 12)
     return None
 
 

@@ -29,12 +29,13 @@ def why_not(device: torch.device, num_rows: int, num_experts: int, num_columns: 
     return reason
 
 
-def why_not_generation(index: int | None, wanted: int) -> str | None:
-    """Say why a CUDA device is not of compute capability `wanted`.x, or return None when it is."""
+def why_not_generation(index: int | None, *wanted: int) -> str | None:
+    """Say why the major compute capability of a CUDA device is none of `wanted`, or return None."""
     capability = torch.cuda.get_device_capability(index)
-    if capability[0] == wanted:
+    if capability[0] in wanted:
         return None
-    return f"it is for compute capability {wanted}.x, this device has {capability}"
+    names = " or ".join(f"{major}.x" for major in wanted)
+    return f"it is for compute capability {names}, this device has {capability}"
 
 
 def why_not_gluon() -> str | None:

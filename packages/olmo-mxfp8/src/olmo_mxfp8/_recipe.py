@@ -35,7 +35,9 @@ class MXRecipe:
             along the tokens of each expert, padded to whole blocks, so that no scale is shared by
             two experts. The `"coarse"` products multiply these codes, too; others dequantise them.
         saved: What `MXExperts` keeps of its hidden layer for backward: `"high"`, as it is, or
-            `"mxfp8"`, 33/32 bytes a value. The inputs of products are kept in MXFP8 in any case.
+            `"mxfp8"`, 33/32 bytes a value. It is of no consequence to `MXLinear`, `mx_linear` and
+            `mx_grouped_mm`, whose inputs are kept in MXFP8, as they were multiplied, in any case;
+            so is the input of `MXExperts`.
         impl: Which implementation multiplies, as for `scaled_grouped_mm`. Products in high
             precision run in float32 in the reference, else on bfloat16 operands. With a named
             kernel, kernels quantise too.

@@ -81,10 +81,16 @@ def scaled_grouped_mm(
             granularity 128, `b` of granularity `"128x128"`. Those cores keep 13 bits behind the
             largest of 128 products: on ordinary data the result is within `2^-10 sum |a| |b|` of
             the exact sum, and within `2^-5.9 sum |a| |b|` where few products outweigh all others.
-            `"native"` gives codes and scales to the scaled units of compute capability 10.x, which
-            nobody has run yet: by torch's `scaled_grouped_mm` where this torch has it and it can
-            (two e4m3 operands, bfloat16 out, N a multiple of 16, at least as many rows as experts),
-            else by a Triton kernel. On a CPU only `"dequantise"` runs, in Triton's interpreter.
+            That is so where the two scales of each 128 multiply to 2^-149 up to 2^127 (bytes that
+            add up to 105 up to 381). Where they multiply to less, those 128 add 0; to more, they
+            are scaled by 2^127, so that what they add is too small unless it overflows. `quantize`
+            with `"rceil"` and e4m3 goes there only where the largest values that share the two
+            scales multiply to less than 2^-132 or more than 2^143.
+            `"native"` gives codes and scales to the scaled units of compute capability 10.x and
+            12.x, which nobody has run yet: by torch's `scaled_grouped_mm` where this torch has it
+            and it can (10.x, two e4m3 operands, bfloat16 out, N a multiple of 16, at least as many
+            rows as experts), else by a Triton kernel. On a CPU only `"dequantise"` runs, in
+            Triton's interpreter.
             `"auto"` is the first of `"coarse"` and `"dequantise"` that can run, on CUDA, because
             each reads the operands once and waits for nothing on the host; and `"reference"`
             everywhere else.

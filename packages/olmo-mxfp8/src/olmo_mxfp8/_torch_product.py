@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._formats import BLOCK
-from ._product_kernels import _dense
+from ._product_kernels import _dense, why_not_generation
 from ._swizzle import COLUMNS, ROWS, swizzle_scales
 from ._tensor import MXTensor
 
@@ -35,12 +35,15 @@ def why_not_torch(a: MXTensor, b: MXTensor, out_dtype: torch.dtype) -> str | Non
     """Say why torch's product cannot multiply `a` by `b`, or return None when it can.
 
     Args:
-        a: `(R, K)`, quantised along K, on a device of compute capability 10.x.
+        a: `(R, K)`, quantised along K. Its device has scaled units: of CUDA's, only those of
+            compute capability 10.x have torch's kernel.
         b: `(E, N, K)`, quantised along K.
         out_dtype: Of the result.
     """
     reason = why_not_build()
     R, (E, N, _) = a.shape[0], b.shape
+    if reason is None and a.device.type == "cuda":
+        reason = why_not_generation(a.device.index, 10)
     if reason is None and (a.element, b.element) != ("e4m3", "e4m3"):
         reason = f"both elements must be e4m3, got {a.element} and {b.element}"
     if reason is None and out_dtype != torch.bfloat16:

@@ -38,8 +38,11 @@ class WeightCache:
         bfloat16 values that the products multiply, which saves a pass over the weights in each.
 
         Changes are seen by torch's version counter, which an optimizer step, a load and an edit
-        under `no_grad` raise. An edit through `weight.data` does not raise it and is not seen: call
-        `refresh` after one. A copy, a deep copy and a pickle quantise anew where they arrive.
+        under `no_grad` raise. Two writes do not raise it and are not seen: one through
+        `weight.data`, and one through a buffer that the weight was made a view of by
+        `weight.data = flat.view(..)`, such as `flat.mul_(2)`, for the two count their changes
+        apart. Call `refresh` after either. A copy, a deep copy and a pickle quantise anew where
+        they arrive.
     """
 
     def __init__(self, weight: torch.Tensor, *, recipe: MXRecipe = DEFAULT_RECIPE) -> None:

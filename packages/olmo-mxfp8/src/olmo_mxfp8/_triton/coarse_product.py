@@ -246,7 +246,9 @@ def _load_scales(a_at, b_at, step, steps):
 def _scale(scale_bytes):
     a_byte, b_byte = scale_bytes
     scale = _value(a_byte.to(gl.int32)) * _value(b_byte.to(gl.int32))
-    # Finite, or a sum of zero would become NaN; any other still overflows or nearly so.
+    # Exact from 2^-149 to 2^127. Below it is 0, and the step is lost. Above it would be infinite,
+    # and a sum of zero would become NaN: it is 2^127, which is too small for every sum but those
+    # from 2 on, which overflow with it as they should.
     return gl.where(scale == float("inf"), 1.7014118346046923e38, scale)
 
 

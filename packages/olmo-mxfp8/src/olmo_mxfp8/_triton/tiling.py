@@ -8,6 +8,9 @@ import torch
 
 Kind = Literal["plain", "native"]
 
+_SMALL_BLACKWELL = 12
+"""The generation with scaled units in reach of every warp, and with 99 KiB of shared memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
@@ -47,6 +50,8 @@ class Tiling:
 
 def row_product(kind: Kind, out_dtype: torch.dtype, device: torch.device) -> Tiling:
     """For `y = x @ w[e].T`. A float32 tile takes twice the staging memory: it is half as wide."""
+    if generation(device) == _SMALL_BLACKWELL:
+        return _small()
     if kind == "native":
         return Tiling(rows=128, columns=128, inner=128)
     if generation(device) < 9:
@@ -57,10 +62,17 @@ def row_product(kind: Kind, out_dtype: torch.dtype, device: torch.device) -> Til
 
 def outer_product(out_dtype: torch.dtype, device: torch.device) -> Tiling:
     """For `dw[e] = dy_e.T @ x_e`, over `inner` rows a step."""
+    if generation(device) == _SMALL_BLACKWELL:
+        return _small()
     if generation(device) < 9:
         return _older(device)
     wide = out_dtype.itemsize == 2
     return Tiling(rows=128, columns=256 if wide else 128, inner=64)
+
+
+def _small() -> Tiling:
+    # With a float32 result it takes 96 of the 99 KiB that a program may have there.
+    return Tiling(rows=128, columns=128, inner=64, stages=2)
 
 
 def _older(device: torch.device) -> Tiling:
