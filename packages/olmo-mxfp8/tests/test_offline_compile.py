@@ -168,6 +168,27 @@ def test_quantise_and_dequantise(capability: int) -> None:
         assert_fits(kernel, capability)
 
 
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_weights_with_their_transposes(capability: int, tiles: bool) -> None:
+    """Read once, and both results written a line at a time."""
+    from olmo_mxfp8._formats import FORMATS
+    from olmo_mxfp8._triton.quantize_transpose import quantize_with_transpose
+
+    with compiling_for(capability) as compiled:
+        for element in FORMATS.values():
+            for dtype in (torch.float32, torch.bfloat16):
+                w = _packed(E, 256, 512, dtype=dtype)
+                quantize_with_transpose(w, element, rceil=True, tiles=tiles)
+    assert len(compiled) == 4
+    for kernel in compiled:
+        assert_fits(kernel, capability)
+        ptx = kernel.asm["ptx"]
+        assert set(re.findall(r"ld\.global\S*", ptx)) == {"ld.global.v4.b32"}
+        # Bytes one by one are scales.
+        assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32", "st.global.b8"}
+
+
 @pytest.mark.parametrize("capability", [90, 100])
 def test_quantise_pairs_of_bfloat16(capability: int) -> None:
     from olmo_mxfp8._formats import FORMATS

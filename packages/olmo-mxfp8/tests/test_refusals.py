@@ -13,6 +13,7 @@ T, SCALES = mx.quantize(ROWS), mx.quantize(ROWS).scales
 TAKES_TENSORS = {
     "quantize": (mx.quantize, {"x": ROWS}),
     "quantize_both": (mx.quantize_both, {"x_MK": WEIGHT}),
+    "quantize_with_transpose": (mx.quantize_with_transpose, {"w": WEIGHT}),
     "swiglu_quantize": (mx.swiglu_quantize, {"hidden_R2H": ROWS, "row_weights_R": ROWS[:, 0]}),
     "swiglu_quantize_backward": (
         mx.swiglu_quantize_backward,

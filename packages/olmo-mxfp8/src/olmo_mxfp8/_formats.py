@@ -20,6 +20,7 @@ Element = Literal["e4m3", "e5m2"]
 ScaleRule = Literal["rceil", "floor"]
 Granularity = Literal[32, 128, "128x128"]
 RowGranularity = Literal[32, 128]
+WeightGranularity = Literal[32, "128x128"]
 
 BLOCK = 32  # values that share one scale byte
 COARSE = 128  # values along a dimension whose four scale bytes are the same
@@ -109,6 +110,12 @@ def check_row_granularity(granularity: object) -> None:
     """Raise `ValueError` unless `granularity` is one that rows can have."""
     if not _is_choice(granularity, RowGranularity):
         raise ValueError(f"`granularity` must be 32 or 128, got {granularity!r}.")
+
+
+def check_weight_granularity(granularity: object) -> None:
+    """Raise `ValueError` unless `granularity` is one that weights can have."""
+    if not _is_choice(granularity, WeightGranularity):
+        raise ValueError(f"`granularity` must be 32 or '128x128', got {granularity!r}.")
 
 
 def check_granularity(name: str, shape: torch.Size, dim: int, granularity: Granularity) -> None:

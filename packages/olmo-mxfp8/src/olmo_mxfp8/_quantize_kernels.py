@@ -40,6 +40,21 @@ def quantize_both(x_MK: Tensor, element: str, rceil: bool) -> tuple[Tensor, Tens
         return kernels.quantize_both(x_MK.contiguous(), element_format(element), rceil=rceil)
 
 
+@torch.library.custom_op("olmo_mxfp8::quantize_with_transpose", mutates_args=())
+def quantize_with_transpose(
+    w_EFD: Tensor, element: str, rceil: bool, tiles: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return codes and scales of matrices along D, then those of their transposes, packed."""
+    from ._triton import quantize_transpose as kernels
+
+    if w_EFD.numel() == 0:
+        return *_quantized(w_EFD, 2), *_quantized(w_EFD.mT, 2)
+    with torch.cuda.device_of(w_EFD):
+        return kernels.quantize_with_transpose(
+            w_EFD.contiguous(), element_format(element), rceil=rceil, tiles=tiles
+        )
+
+
 @torch.library.custom_op("olmo_mxfp8::dequantize", mutates_args=())
 def dequantize(codes: Tensor, scales: Tensor, dim: int, element: str, dtype: torch.dtype) -> Tensor:
     """Return the values, packed."""
@@ -147,6 +162,13 @@ def _(
 @quantize_both.register_fake
 def _(x_MK: Tensor, element: str, rceil: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return *_quantized(x_MK, 1), *_quantized(x_MK, 0)
+
+
+@quantize_with_transpose.register_fake
+def _(
+    w_EFD: Tensor, element: str, rceil: bool, tiles: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *_quantized(w_EFD, 2), *_quantized(w_EFD.mT, 2)
 
 
 @dequantize.register_fake
