@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from cells import Cell
 
 OURS, COPY, BF16 = "ours", "copy", "bf16, olmo-experts-gemm"
+CACHES = ("weight cache", "weight cache by 128x128")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,13 @@ class Goal:
 GOALS = (
     *(
         Goal("quantise", what, OURS, COPY, 0.90, 0.97, by="rate")
-        for what in ("rows", "columns", "both", "SwiGLU", "SwiGLU backward", "dequantise")
+        for what in ("rows", "columns", "both", "SwiGLU", "SwiGLU backward", "dequantise", *CACHES)
     ),
     Goal("quantise", "rows", OURS, "olmo-core", 1.0, 1.0),
     Goal("quantise", "rows", OURS, "torchao", 1.0, 1.0),
     Goal("quantise", "columns", OURS, "torchao", 1.0, 1.0),
     Goal("quantise", "both", OURS, "two passes", 1.3, 1.45),
+    *(Goal("quantise", what, OURS, "two quantisations", 1.3, 1.45) for what in CACHES),
     Goal("product", "forward", "dequantise, weights cached", "bf16, torch", 0.92, 0.97),
     Goal("product", "forward", "dequantise, weights cached", BF16, 0.92, 0.97),
     Goal("product", "forward", "coarse + quantise", "bf16, torch", 1.20, 1.35),
