@@ -17,6 +17,7 @@ from olmo_mxfp8 import (
     quantize_both,
     quantize_with_transpose,
     swiglu_quantize,
+    weighted_quantize,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -63,6 +64,23 @@ def test_quantize_gives_the_bits_of_the_reference(element, rule, dtype):
                     case = {**options, "dim": dim, "granularity": granularity}
                     want = quantize(x, **case, impl="reference")
                     _assert_same(quantize(x.to(DEVICE), **case, impl="triton"), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("element", "rule"), [("e4m3", "rceil"), ("e5m2", "floor")])
+def test_weighted_rows_give_the_bits_of_the_reference(element, rule, dtype):
+    """Weights of any dtype and sign, 0 and not finite, and rows that no program divides."""
+    for shape, granularity in (((40, 96), 32), ((33, 384), 128)):
+        x = _hard(*shape, dtype=dtype)
+        for weights_dtype in DTYPES:
+            weights = torch.randn(shape[0], generator=torch.Generator().manual_seed(1))
+            weights[5], weights[6], weights[7] = 0, -0.0, math.inf
+            weights = weights.to(weights_dtype)
+            case = {"element": element, "scale_rule": rule, "granularity": granularity}
+            want = weighted_quantize(x, weights, **case, impl="reference")
+            got = weighted_quantize(x.to(DEVICE), weights.to(DEVICE), **case, impl="triton")
+            _assert_same(got, want)
+            assert got.granularity == granularity
 
 
 @pytest.mark.parametrize("rule", ["rceil", "floor"])
@@ -149,6 +167,11 @@ def test_layouts_and_empty_tensors():
     assert quantize(x[:0].to(DEVICE), impl="triton").scales.shape == (0, 2)
     turned = quantize_with_transpose(x[:0].to(DEVICE), impl="triton")[1]
     assert (turned.shape, turned.scales.shape) == ((64, 0), (64, 0))
+    nothing = x[:0].to(DEVICE)
+    assert weighted_quantize(nothing, nothing[:, 0], impl="triton").scales.shape == (0, 2)
+    strided = torch.randn(64, 2)[:, 0]
+    want = weighted_quantize(x.T, strided, impl="reference")
+    _assert_same(weighted_quantize(x.T.to(DEVICE), strided.to(DEVICE), impl="triton"), want)
     assert dequantize(quantize(x[:0].to(DEVICE), impl="triton"), impl="triton").shape == (0, 64)
 
 
@@ -157,6 +180,7 @@ def test_operators_keep_the_rules_of_torch():
     operators = torch.ops.olmo_mxfp8
     torch.library.opcheck(operators.quantize.default, (x, 1, "e4m3", True, 32, False))
     torch.library.opcheck(operators.quantize_both.default, (x, "e5m2", False))
+    torch.library.opcheck(operators.weighted_quantize.default, (x, x[:, 0], "e4m3", True, 32))
     stack = x.view(2, 32, 64)
     torch.library.opcheck(operators.quantize_with_transpose.default, (stack, "e4m3", True, False))
     codes, scales = operators.quantize(x, 0, "e4m3", True, 32, False)
@@ -220,10 +244,11 @@ def test_auto_takes_the_kernels_on_cuda_alone():
         dequantize(t, torch.float64)
         quantize(torch.zeros(128, 128, device=DEVICE), granularity="128x128")
         swiglu_quantize(x)
+        weighted_quantize(x, x[:, 0])
         dequantize_rows(t, torch.zeros(3, device=DEVICE, dtype=torch.int32), torch.float32)
     # None in float64, which the kernels do not know.
     names = ["quantize", "quantize_both", "quantize_with_transpose", "dequantize"]
-    names += ["quantize", "swiglu_quantize", "dequantize_rows"]
+    names += ["quantize", "swiglu_quantize", "weighted_quantize", "dequantize_rows"]
     assert ran.names == ([] if INTERPRETED else names)
 
 

@@ -154,6 +154,9 @@ def test_quantise_and_dequantise(capability: int) -> None:
             for dim in (0, 1):
                 for granularity in (32, 128):
                     quantize.quantize(x, dim, element, rceil=True, granularity=granularity)
+                    if dim == 1:
+                        options = {"granularity": granularity, "weights_R": torch.zeros(256)}
+                        quantize.quantize(x, dim, element, rceil=True, **options)
                 quantize.quantize_tiles(x, dim, element, rceil=True)
                 scales = _packed(256 // 32 ** (1 - dim), 512 // 32**dim, dtype=torch.uint8)
                 codes = _packed(256, 512, dtype=torch.uint8)
@@ -163,7 +166,7 @@ def test_quantise_and_dequantise(capability: int) -> None:
             rows = torch.zeros(R, dtype=torch.int32)
             dequantize_rows.dequantize_rows(codes, scales, rows, element, torch.bfloat16)
             assert "assertfail" in compiled[-1].asm["ptx"], "a row out of range must be an error"
-    assert len(compiled) == 2 * (2 * 4 + 2)
+    assert len(compiled) == 2 * (2 * 4 + 2 + 2)
     for kernel in compiled:
         assert_fits(kernel, capability)
 

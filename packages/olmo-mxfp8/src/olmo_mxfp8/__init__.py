@@ -36,6 +36,7 @@ from ._swizzle import swizzle_scales as swizzle_scales
 from ._swizzle import unswizzle_scales as unswizzle_scales
 from ._tensor import MXTensor as MXTensor
 from ._weight_cache import WeightCache as WeightCache
+from ._weighted_quantize import weighted_quantize as weighted_quantize
 
 __all__ = [
     "MXExperts",
@@ -58,4 +59,5 @@ __all__ = [
     "swiglu_quantize_backward",
     "swizzle_scales",
     "unswizzle_scales",
+    "weighted_quantize",
 ]

@@ -85,6 +85,17 @@ def check_source_dtype(name: str, dtype: torch.dtype) -> None:
         )
 
 
+def check_row_weights(row_weights_R: torch.Tensor, name: str, rows: torch.Tensor) -> None:
+    """Raise unless `row_weights_R` holds one weight for each of `rows`, on their device."""
+    check_source("row_weights_R", row_weights_R)
+    R = rows.shape[0]
+    if tuple(row_weights_R.shape) != (R,) or row_weights_R.device != rows.device:
+        raise ValueError(
+            f"`row_weights_R` must be {(R,)} on {rows.device}, as `{name}`, got "
+            f"{tuple(row_weights_R.shape)} on {row_weights_R.device}."
+        )
+
+
 def check_dim(dim: object) -> None:
     """Raise `TypeError` unless `dim` is an integer."""
     if not isinstance(dim, int):

@@ -87,6 +87,26 @@ def dequantize_rows(
         )
 
 
+@torch.library.custom_op("olmo_mxfp8::weighted_quantize", mutates_args=())
+def weighted_quantize(
+    x_RD: Tensor, weights_R: Tensor, element: str, rceil: bool, granularity: int
+) -> tuple[Tensor, Tensor]:
+    """Return codes and scale bytes of rows times their weights along D, packed."""
+    from ._triton import quantize as kernels
+
+    if x_RD.numel() == 0:
+        return _quantized(x_RD, 1)
+    with torch.cuda.device_of(x_RD):
+        return kernels.quantize(
+            x_RD.contiguous(),
+            1,
+            element_format(element),
+            rceil=rceil,
+            granularity=granularity,
+            weights_R=weights_R.contiguous(),
+        )
+
+
 @torch.library.custom_op("olmo_mxfp8::swiglu_quantize", mutates_args=())
 def swiglu_quantize(
     hidden_R2H: Tensor, weights_R: Tensor | None, element: str, rceil: bool, granularity: int
@@ -174,6 +194,13 @@ def _(
 @dequantize.register_fake
 def _(codes: Tensor, scales: Tensor, dim: int, element: str, dtype: torch.dtype) -> Tensor:
     return codes.new_empty(codes.shape, dtype=dtype)
+
+
+@weighted_quantize.register_fake
+def _(
+    x_RD: Tensor, weights_R: Tensor, element: str, rceil: bool, granularity: int
+) -> tuple[Tensor, Tensor]:
+    return _quantized(x_RD, 1)
 
 
 @swiglu_quantize.register_fake
