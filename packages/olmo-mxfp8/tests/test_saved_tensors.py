@@ -181,6 +181,16 @@ def test_what_the_rule_does_not_admit_passes_untouched(tensor):
     assert torch.equal(got, want)
 
 
+def test_subclasses_of_tensors_pass():
+    class Mine(torch.Tensor):
+        pass
+
+    x = torch.randn(ROWS, WIDTH).as_subclass(Mine).requires_grad_()
+    (dx,), asked = _gradients(x.square, [x], packer=MXPacker())
+    assert asked == []
+    assert torch.equal(dx, _gradients(x.square, [x])[0][0])
+
+
 def test_small_tensors_pass():
     x = _activation(ROWS, WIDTH)
     for min_numel, number in ((x.numel(), 1), (x.numel() + 1, 0)):
@@ -216,7 +226,7 @@ def test_layers_that_save_one_activation_hold_one_copy():
 
     def shared():
         h = x.mul(2)
-        return sum(layer(h) for layer in layers) + h.view(-1, WIDTH).square().view_as(h)
+        return sum(layer(h) for layer in layers) + h.square() + h.view(-1, WIDTH).cos().view_as(h)
 
     def apart():
         return sum(layer(x.mul(2)) for layer in layers)
@@ -238,6 +248,11 @@ def test_the_activation_is_freed_and_nothing_keeps_itself_alive():
     left = StorageWeakRef(e.untyped_storage())
     del e, y
     assert left.expired()
+    hooks = MXPacker().saved_tensors(min_numel=1)
+    saved = hooks.pack_hook(x.detach())
+    copy = StorageWeakRef(saved.copy.packed.values.data.untyped_storage())
+    del saved
+    assert copy.expired()
 
 
 def test_memory_that_changes_or_is_used_again_is_rounded_again():
