@@ -8,6 +8,7 @@ from cells import Cell
 OURS, COPY, BF16 = "ours", "copy", "bf16, olmo-experts-gemm"
 BF16_PRODUCTS = ("bf16, torch", BF16)
 """What every product of ours is judged beside: a goal beside the slower of them is half a goal."""
+CACHES = ("weight cache", "weight cache by 128x128")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +54,13 @@ class Goal:
 GOALS = (
     *(
         Goal("quantise", what, OURS, COPY, 0.90, 0.97, by="rate")
-        for what in ("rows", "columns", "both", "SwiGLU", "SwiGLU backward", "dequantise")
+        for what in ("rows", "columns", "both", "SwiGLU", "SwiGLU backward", "dequantise", *CACHES)
     ),
     Goal("quantise", "rows", OURS, "olmo-core", 1.0, 1.0),
     Goal("quantise", "rows", OURS, "torchao", 1.0, 1.0),
     Goal("quantise", "columns", OURS, "torchao", 1.0, 1.0),
     Goal("quantise", "both", OURS, "two passes", 1.3, 1.45),
+    *(Goal("quantise", what, OURS, "two quantisations", 1.3, 1.45) for what in CACHES),
     *(
         Goal("product", "forward", ours, peer, least, aim)
         for ours, least, aim in (

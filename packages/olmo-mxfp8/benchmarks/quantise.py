@@ -7,7 +7,9 @@ import peers
 import torch
 from cells import Cell, Contender, Settings, contend
 from olmo_mxfp8 import (
+    MXRecipe,
     MXTensor,
+    WeightCache,
     dequantize,
     dequantize_rows,
     quantize,
@@ -20,6 +22,8 @@ from torch import Tensor
 
 SHAPES = ((65536, 4096), (131072, 1536))
 TINY = ((256, 256),)
+WEIGHTS = ((16, 3072, 4096), (128, 3072, 4096))
+TINY_WEIGHTS = ((2, 128, 256),)
 Make = Callable[[], Contender]
 
 
@@ -44,6 +48,20 @@ def measure(settings: Settings) -> Iterator[Cell]:
             yield from contend(
                 blank, {**makers, "copy": partial(_copy, x)}, partial(in_turn, settings=settings)
             )
+    for shape in TINY_WEIGHTS if settings.is_dry else WEIGHTS:
+        yield from _weights(torch.randn(shape, device=settings.device), settings)
+
+
+def _weights(w: Tensor, settings: Settings) -> Iterator[Cell]:
+    """Renew the cache of a float32 main weight of experts."""
+    for what, recipe in (
+        ("weight cache", MXRecipe()),
+        ("weight cache by 128x128", MXRecipe(granularity=128)),
+    ):
+        shape = "x".join(map(str, w.shape))
+        blank = Cell(topic="quantise", shape=shape, load="", what=what)
+        makers = {**_refresh(w, recipe, settings), "copy": partial(_copy, w)}
+        yield from contend(blank, makers, partial(in_turn, settings=settings))
 
 
 def mx_bytes(num_values: int) -> float:
@@ -113,6 +131,29 @@ def _both(x: Tensor, settings: Settings) -> dict[str, Make]:
             call=lambda: (quantize(x, dim=1, impl=impl), quantize(x, dim=0, impl=impl)), **form
         ),
     }
+
+
+def _refresh(w: Tensor, recipe: MXRecipe, settings: Settings) -> dict[str, Make]:
+    def error(pair: tuple[MXTensor, MXTensor]) -> float:
+        straight, turned = (dequantize(t) for t in pair)
+        return max(relative_error(straight, w), relative_error(turned.mT, w))
+
+    form = {"work": w.nbytes + 2 * mx_bytes(w.numel()), "error": error, "limit": 0.03}
+
+    def ours() -> Contender:
+        cache = WeightCache(w, recipe=recipe)
+
+        def call() -> tuple[MXTensor, MXTensor]:
+            cache.refresh()
+            return cache.forward, cache.input_grad
+
+        return Contender(call=call, **form)
+
+    def apart() -> Contender:
+        once = partial(quantize, granularity=recipe.weight_granularity, impl=settings.impl)
+        return Contender(call=lambda: (once(w), once(w.mT)), **form)
+
+    return {"ours": ours, "two quantisations": apart}
 
 
 def _dequantise(x: Tensor, settings: Settings) -> dict[str, Make]:

@@ -53,8 +53,9 @@ def _lines(name: str, facts: dict[str, str], cells: Sequence[Cell]) -> Iterator[
     yield ""
     yield (
         "Contenders take turns within a cell; CUDA events, medians with [least..most]; random "
-        "normal bfloat16 operands, each result checked before it is timed. `copy` reads and writes "
-        "the bytes of the same tensor; a rate counts the bytes that the operation must move."
+        "normal operands, bfloat16 but for the float32 weights of caches, each result checked "
+        "before it is timed. `copy` reads and writes the bytes of the same tensor; a rate counts "
+        "the bytes that the operation must move."
     )
     yield ""
     yield from _table(("fact", "value"), facts.items())

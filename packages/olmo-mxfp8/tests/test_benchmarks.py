@@ -30,6 +30,8 @@ def test_a_dry_run_checks_every_contender_and_writes_a_report(tmp_path):
     ours = {
         ("quantise", "both"): "ours",
         ("quantise", "SwiGLU backward"): "ours",
+        ("quantise", "weight cache"): "two quantisations",
+        ("quantise", "weight cache by 128x128"): "ours",
         ("product", "forward"): "coarse + quantise",
         ("experts", "forward+backward"): "coarse, hidden in MXFP8",
         ("memory", "held for backward"): "coarse, hidden in MXFP8",

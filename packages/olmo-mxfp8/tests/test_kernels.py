@@ -15,7 +15,9 @@ from olmo_mxfp8 import (
     dequantize_rows,
     quantize,
     quantize_both,
+    quantize_with_transpose,
     swiglu_quantize,
+    weighted_quantize,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -64,6 +66,23 @@ def test_quantize_gives_the_bits_of_the_reference(element, rule, dtype):
                     _assert_same(quantize(x.to(DEVICE), **case, impl="triton"), want)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("element", "rule"), [("e4m3", "rceil"), ("e5m2", "floor")])
+def test_weighted_rows_give_the_bits_of_the_reference(element, rule, dtype):
+    """Weights of any dtype and sign, 0 and not finite, and rows that no program divides."""
+    for shape, granularity in (((40, 96), 32), ((33, 384), 128)):
+        x = _hard(*shape, dtype=dtype)
+        for weights_dtype in DTYPES:
+            weights = torch.randn(shape[0], generator=torch.Generator().manual_seed(1))
+            weights[5], weights[6], weights[7] = 0, -0.0, math.inf
+            weights = weights.to(weights_dtype)
+            case = {"element": element, "scale_rule": rule, "granularity": granularity}
+            want = weighted_quantize(x, weights, **case, impl="reference")
+            got = weighted_quantize(x.to(DEVICE), weights.to(DEVICE), **case, impl="triton")
+            _assert_same(got, want)
+            assert got.granularity == granularity
+
+
 @pytest.mark.parametrize("rule", ["rceil", "floor"])
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 def test_tiles_give_the_bits_of_the_reference(element, rule):
@@ -84,6 +103,26 @@ def test_both_orientations_are_those_of_two_calls(element, rule):
         rows, columns = quantize_both(x.to(DEVICE), **options, impl="triton")
         _assert_same(rows, quantize(x, dim=1, **options, impl="reference"))
         _assert_same(columns, quantize(x, dim=0, **options, impl="reference"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", ["rceil", "floor"])
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_weights_and_their_transposes_are_those_of_two_calls(element, rule, dtype):
+    """At sizes that no tile divides, with experts whose rows are not those of a program."""
+    options = {"element": element, "scale_rule": rule}
+    for shape, granularity in (
+        ((2, 160, 96), 32),
+        ((2, 2, 32, 32), 32),
+        ((2, 128, 256), "128x128"),
+    ):
+        w = _hard(*shape, dtype=dtype)
+        w.view(-1, *shape[-2:])[-1, :, -20:] *= 2.0**-20
+        case = {**options, "granularity": granularity}
+        got = quantize_with_transpose(w.to(DEVICE), **case, impl="triton")
+        for t, source in zip(got, (w, w.mT), strict=True):
+            _assert_same(t, quantize(source, **case, impl="reference"))
+            assert t.granularity == granularity
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
@@ -126,6 +165,13 @@ def test_layouts_and_empty_tensors():
         want = quantize(view, impl="reference")
         _assert_same(quantize(view.to(DEVICE), impl="triton"), want)
     assert quantize(x[:0].to(DEVICE), impl="triton").scales.shape == (0, 2)
+    turned = quantize_with_transpose(x[:0].to(DEVICE), impl="triton")[1]
+    assert (turned.shape, turned.scales.shape) == ((64, 0), (64, 0))
+    nothing = x[:0].to(DEVICE)
+    assert weighted_quantize(nothing, nothing[:, 0], impl="triton").scales.shape == (0, 2)
+    strided = torch.randn(64, 2)[:, 0]
+    want = weighted_quantize(x.T, strided, impl="reference")
+    _assert_same(weighted_quantize(x.T.to(DEVICE), strided.to(DEVICE), impl="triton"), want)
     assert dequantize(quantize(x[:0].to(DEVICE), impl="triton"), impl="triton").shape == (0, 64)
 
 
@@ -134,6 +180,9 @@ def test_operators_keep_the_rules_of_torch():
     operators = torch.ops.olmo_mxfp8
     torch.library.opcheck(operators.quantize.default, (x, 1, "e4m3", True, 32, False))
     torch.library.opcheck(operators.quantize_both.default, (x, "e5m2", False))
+    torch.library.opcheck(operators.weighted_quantize.default, (x, x[:, 0], "e4m3", True, 32))
+    stack = x.view(2, 32, 64)
+    torch.library.opcheck(operators.quantize_with_transpose.default, (stack, "e4m3", True, False))
     codes, scales = operators.quantize(x, 0, "e4m3", True, 32, False)
     torch.library.opcheck(operators.dequantize.default, (codes, scales, 0, "e4m3", torch.float32))
     codes, scales = operators.quantize(x, 1, "e4m3", True, 32, False)
@@ -156,6 +205,22 @@ def test_addresses_past_32_bits():
         assert torch.equal(values, dequantize(want, torch.bfloat16, impl="reference"))
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter is not for large tensors")
+@pytest.mark.parametrize("granularity", [32, "128x128"])
+def test_weights_past_32_bits(granularity):
+    w = torch.zeros(2**19 + 128, 4096, device=DEVICE, dtype=torch.bfloat16)
+    w[-128:] = torch.randn(128, 4096, device=DEVICE)
+    straight, turned = quantize_with_transpose(w, granularity=granularity, impl="triton")
+    last = w[-128:].cpu()
+    want = quantize(last, granularity=granularity)
+    assert torch.equal(straight.data[-128:].view(torch.uint8).cpu(), want.data.view(torch.uint8))
+    assert torch.equal(straight.scales[-128:].cpu(), want.scales)
+    want = quantize(last.mT, granularity=granularity)
+    assert torch.equal(turned.data[:, -128:].view(torch.uint8).cpu(), want.data.view(torch.uint8))
+    assert torch.equal(turned.scales[:, -4:].cpu(), want.scales)
+    assert turned.data[:, :128].view(torch.uint8).count_nonzero() == 0
+
+
 class _Operators(TorchDispatchMode):
     """Collects the names of the operators of this package that run."""
 
@@ -174,14 +239,16 @@ def test_auto_takes_the_kernels_on_cuda_alone():
     with _Operators() as ran:
         t = quantize(x)
         quantize_both(x)
+        quantize_with_transpose(x)
         dequantize(t)
         dequantize(t, torch.float64)
         quantize(torch.zeros(128, 128, device=DEVICE), granularity="128x128")
         swiglu_quantize(x)
+        weighted_quantize(x, x[:, 0])
         dequantize_rows(t, torch.zeros(3, device=DEVICE, dtype=torch.int32), torch.float32)
     # None in float64, which the kernels do not know.
-    names = ["quantize", "quantize_both", "dequantize"]
-    names += ["quantize", "swiglu_quantize", "dequantize_rows"]
+    names = ["quantize", "quantize_both", "quantize_with_transpose", "dequantize"]
+    names += ["quantize", "swiglu_quantize", "weighted_quantize", "dequantize_rows"]
     assert ran.names == ([] if INTERPRETED else names)
 
 
@@ -191,10 +258,12 @@ def test_nothing_waits_for_the_device():
     x = torch.randn(128, 256, device=DEVICE)
     dequantize(quantize(x, impl="triton"), impl="triton")
     quantize_both(x, impl="triton")
+    quantize_with_transpose(x, impl="triton")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         dequantize(quantize(x, impl="triton"), impl="triton")
         quantize_both(x, impl="triton")
+        quantize_with_transpose(x, impl="triton")
     finally:
         torch.cuda.set_sync_debug_mode("default")

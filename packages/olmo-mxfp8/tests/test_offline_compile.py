@@ -187,6 +187,9 @@ def test_quantise_and_dequantise(capability: int) -> None:
             for dim in (0, 1):
                 for granularity in (32, 128):
                     quantize.quantize(x, dim, element, rceil=True, granularity=granularity)
+                    if dim == 1:
+                        options = {"granularity": granularity, "weights_R": torch.zeros(256)}
+                        quantize.quantize(x, dim, element, rceil=True, **options)
                 quantize.quantize_tiles(x, dim, element, rceil=True)
                 scales = _packed(256 // 32 ** (1 - dim), 512 // 32**dim, dtype=torch.uint8)
                 codes = _packed(256, 512, dtype=torch.uint8)
@@ -196,9 +199,30 @@ def test_quantise_and_dequantise(capability: int) -> None:
             rows = torch.zeros(R, dtype=torch.int32)
             dequantize_rows.dequantize_rows(codes, scales, rows, element, torch.bfloat16)
             assert "assertfail" in compiled[-1].asm["ptx"], "a row out of range must be an error"
-    assert len(compiled) == 2 * (2 * 4 + 2)
+    assert len(compiled) == 2 * (2 * 4 + 2 + 2)
     for kernel in compiled:
         assert_fits(kernel, capability)
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_weights_with_their_transposes(capability: int, tiles: bool) -> None:
+    """Read once, and both results written a line at a time."""
+    from olmo_mxfp8._formats import FORMATS
+    from olmo_mxfp8._triton.quantize_transpose import quantize_with_transpose
+
+    with compiling_for(capability) as compiled:
+        for element in FORMATS.values():
+            for dtype in (torch.float32, torch.bfloat16):
+                w = _packed(E, 256, 512, dtype=dtype)
+                quantize_with_transpose(w, element, rceil=True, tiles=tiles)
+    assert len(compiled) == 4
+    for kernel in compiled:
+        assert_fits(kernel, capability)
+        ptx = kernel.asm["ptx"]
+        assert set(re.findall(r"ld\.global\S*", ptx)) == {"ld.global.v4.b32"}
+        # Bytes one by one are scales.
+        assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32", "st.global.b8"}
 
 
 @pytest.mark.parametrize("capability", [90, 100, 120])

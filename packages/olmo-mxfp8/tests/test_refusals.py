@@ -13,7 +13,9 @@ T, SCALES = mx.quantize(ROWS), mx.quantize(ROWS).scales
 TAKES_TENSORS = {
     "quantize": (mx.quantize, {"x": ROWS}),
     "quantize_both": (mx.quantize_both, {"x_MK": WEIGHT}),
+    "quantize_with_transpose": (mx.quantize_with_transpose, {"w": WEIGHT}),
     "swiglu_quantize": (mx.swiglu_quantize, {"hidden_R2H": ROWS, "row_weights_R": ROWS[:, 0]}),
+    "weighted_quantize": (mx.weighted_quantize, {"x_RD": ROWS, "row_weights_R": ROWS[:, 0]}),
     "swiglu_quantize_backward": (
         mx.swiglu_quantize_backward,
         {"d_act_RH": ROWS[:, :32], "hidden_R2H": ROWS, "row_weights_R": ROWS[:, 0]},
@@ -119,6 +121,7 @@ def test_granularities_are_numbers_of_python(value):
         lambda: mx.MXPacker(granularity=value),
         lambda: mx.quantize(torch.zeros(1, 128), granularity=value),
         lambda: mx.swiglu_quantize(torch.zeros(1, 256), granularity=value),
+        lambda: mx.weighted_quantize(torch.zeros(1, 256), torch.zeros(1), granularity=value),
     ):
         with pytest.raises(ValueError, match="`granularity` must be 32"):
             call()

@@ -2,8 +2,18 @@
 
 import pytest
 import torch
-from olmo_mxfp8 import MXLinear, MXRecipe, WeightCache, mx_grouped_mm, mx_linear, quantize
+from olmo_mxfp8 import (
+    MXLinear,
+    MXRecipe,
+    WeightCache,
+    mx_grouped_mm,
+    mx_linear,
+    quantize,
+    quantize_with_transpose,
+)
 from torch import nn
+
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 def _same(a, b):
@@ -17,10 +27,11 @@ def _run(function, x, w, *arguments, **options):
     return y.detach(), *torch.autograd.grad(y, (x, w), torch.ones_like(y))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("granularity", [32, 128])
 @pytest.mark.parametrize("shape", [(128, 256), (3, 128, 256)])
-def test_holds_both_orientations(shape, granularity):
-    w = torch.randn(shape)
+def test_holds_both_orientations(shape, granularity, dtype):
+    w = torch.randn(shape, dtype=dtype)
     recipe = MXRecipe(element="e5m2", scale_rule="floor", granularity=granularity)
     cache = WeightCache(w, recipe=recipe)
     case = {
@@ -128,12 +139,19 @@ def test_it_is_read_and_not_made_again_over_microbatches(monkeypatch):
         made.append(x.shape)
         return original(x, **options)
 
+    def counted_both(x, **options):
+        made.append("both")
+        return quantize_with_transpose(x, **options)
+
     monkeypatch.setattr("olmo_mxfp8._weight_cache.quantize", counted)
+    monkeypatch.setattr("olmo_mxfp8._weight_cache.quantize_with_transpose", counted_both)
     for _ in range(3):
         mx_linear(torch.randn(5, 64), w, cache=cache).sum().backward()
     assert made == []
     mx_linear(torch.randn(5, 64), w).sum()
     assert made == [(1, 32, 64)]
+    cache.refresh()
+    assert made == [(1, 32, 64), "both"]
 
 
 def test_a_change_between_forward_and_backward_is_an_error():

@@ -26,6 +26,7 @@ from ._packer import MXPacker as MXPacker
 from ._quantize import dequantize as dequantize
 from ._quantize import quantize as quantize
 from ._quantize import quantize_both as quantize_both
+from ._quantize import quantize_with_transpose as quantize_with_transpose
 from ._recipe import MXRecipe as MXRecipe
 from ._scaled_mm import scaled_grouped_mm as scaled_grouped_mm
 from ._scaled_mm import scaled_mm as scaled_mm
@@ -35,6 +36,7 @@ from ._swizzle import swizzle_scales as swizzle_scales
 from ._swizzle import unswizzle_scales as unswizzle_scales
 from ._tensor import MXTensor as MXTensor
 from ._weight_cache import WeightCache as WeightCache
+from ._weighted_quantize import weighted_quantize as weighted_quantize
 
 __all__ = [
     "MXExperts",
@@ -50,10 +52,12 @@ __all__ = [
     "mx_swiglu_experts",
     "quantize",
     "quantize_both",
+    "quantize_with_transpose",
     "scaled_grouped_mm",
     "scaled_mm",
     "swiglu_quantize",
     "swiglu_quantize_backward",
     "swizzle_scales",
     "unswizzle_scales",
+    "weighted_quantize",
 ]

@@ -20,6 +20,7 @@ Element = Literal["e4m3", "e5m2"]
 ScaleRule = Literal["rceil", "floor"]
 Granularity = Literal[32, 128, "128x128"]
 RowGranularity = Literal[32, 128]
+WeightGranularity = Literal[32, "128x128"]
 
 BLOCK = 32  # values that share one scale byte
 COARSE = 128  # values along a dimension whose four scale bytes are the same
@@ -84,6 +85,17 @@ def check_source_dtype(name: str, dtype: torch.dtype) -> None:
         )
 
 
+def check_row_weights(row_weights_R: torch.Tensor, name: str, rows: torch.Tensor) -> None:
+    """Raise unless `row_weights_R` holds one weight for each of `rows`, on their device."""
+    check_source("row_weights_R", row_weights_R)
+    R = rows.shape[0]
+    if tuple(row_weights_R.shape) != (R,) or row_weights_R.device != rows.device:
+        raise ValueError(
+            f"`row_weights_R` must be {(R,)} on {rows.device}, as `{name}`, got "
+            f"{tuple(row_weights_R.shape)} on {row_weights_R.device}."
+        )
+
+
 def check_dim(dim: object) -> None:
     """Raise `TypeError` unless `dim` is an integer."""
     if not isinstance(dim, int):
@@ -109,6 +121,12 @@ def check_row_granularity(granularity: object) -> None:
     """Raise `ValueError` unless `granularity` is one that rows can have."""
     if not _is_choice(granularity, RowGranularity):
         raise ValueError(f"`granularity` must be 32 or 128, got {granularity!r}.")
+
+
+def check_weight_granularity(granularity: object) -> None:
+    """Raise `ValueError` unless `granularity` is one that weights can have."""
+    if not _is_choice(granularity, WeightGranularity):
+        raise ValueError(f"`granularity` must be 32 or '128x128', got {granularity!r}.")
 
 
 def check_granularity(name: str, shape: torch.Size, dim: int, granularity: Granularity) -> None:

@@ -1,15 +1,18 @@
 """`MXPacker`: activations that wait for their backward, kept in MXFP8.
 
-It has the two methods that a layer asks of a packer, `pack` and `unpack`, and nothing else: an
-expert layer of olmo-experts-gemm takes one as `pack=MXPacker()`. The forward computes with the
-activation itself; only the gradients see the rounded copy.
+It has the two methods that a layer asks of a packer, `pack` and `unpack`: an expert layer of
+olmo-experts-gemm takes one as `pack=MXPacker()`. They round whatever they are given. Around other
+layers, where autograd saves more than activations, `saved_tensors` chooses. The forward computes
+with the activation itself; only the gradients see the rounded copy.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from ._formats import (
     Element,
@@ -20,7 +23,11 @@ from ._formats import (
     check_scale_rule,
 )
 from ._quantize import dequantize, quantize
+from ._saved_tensors import SelectingHooks
 from ._tensor import MXTensor
+
+DEFAULT_MIN_NUMEL = 2**16
+"""Values of an activation whose bytes are worth two launches."""
 
 
 class PackedActivation(NamedTuple):
@@ -75,6 +82,53 @@ class MXPacker:
             granularity=self.granularity,
         )
         return PackedActivation(values, tensor.dtype)
+
+    def saved_tensors(
+        self,
+        *,
+        select: Callable[[Tensor], bool] | None = None,
+        min_numel: int = DEFAULT_MIN_NUMEL,
+    ) -> saved_tensors_hooks:
+        """Return a context in which autograd saves activations in MXFP8, and all else as it is.
+
+        An activation is a dense float32, bfloat16 or float16 tensor of at least `min_numel` values
+        whose last dimension is a multiple of the granularity. Never rounded are parameters, views
+        of them and copies of them in another dtype, as autocast makes; tensor subclasses; and what
+        has been expanded. What several operations save, views of it too, is held once.
+
+        The forward is what it was, and the gradients are those of the rounded activations. The
+        memory of an activation is free once nothing else holds it.
+
+        Args:
+            select: Says of a tensor to which the rule applies whether to round it; None: each.
+            min_numel: The number of values from which on it applies.
+
+        Returns:
+            A context manager: `with packer.saved_tensors(): y = layer(x)`. Backward may run
+            outside.
+
+        Raises:
+            TypeError: `select` cannot be called, or `min_numel` is no int.
+            ValueError: `min_numel` is below 1.
+
+        Note:
+            An exponential turns an error into a factor. Leave out what is saved to be
+            exponentiated, the log-probabilities of a cross-entropy and the log-sum-exp of
+            attention: by a context around the layers that multiply, or by `select`.
+
+            A weight that was detached from its parameter (`.detach()`, `.data`) is not known as
+            one. `torch.utils.checkpoint` saves its inputs, and recomputes from the rounded ones.
+        """
+        if select is not None and not callable(select):
+            raise TypeError(f"`select` must be a function of a tensor or None, got {select!r}.")
+        if not isinstance(min_numel, int):
+            raise TypeError(f"`min_numel` must be an int, got {min_numel!r}.")
+        if min_numel < 1:
+            raise ValueError(f"`min_numel` must be at least 1, got {min_numel}.")
+        hooks = SelectingHooks(
+            self.pack, self.unpack, block=self.granularity, min_numel=min_numel, select=select
+        )
+        return saved_tensors_hooks(hooks.pack, hooks.unpack)
 
     def unpack(self, packed: PackedActivation, /) -> Tensor:
         """Return the rounded activation, contiguous, in the dtype it had.

@@ -1,5 +1,7 @@
 """`quantize` and `dequantize`: between ordinary tensors and MXFP8."""
 
+import math
+
 import torch
 
 from . import _quantize_kernels, reference
@@ -10,12 +12,14 @@ from ._formats import (
     Element,
     Granularity,
     ScaleRule,
+    WeightGranularity,
     check_blocks,
     check_dim,
     check_element,
     check_granularity,
     check_scale_rule,
     check_source,
+    check_weight_granularity,
 )
 from ._quantize_impl import Impl, pick
 from ._tensor import MXTensor, check_quantized
@@ -143,6 +147,74 @@ def quantize_both(
     return (
         MXTensor(row_codes.view(dtype), row_scales, 1, element),
         MXTensor(column_codes.view(dtype), column_scales, 0, element),
+    )
+
+
+def quantize_with_transpose(
+    w: torch.Tensor,
+    *,
+    element: Element = "e4m3",
+    scale_rule: ScaleRule = "rceil",
+    granularity: WeightGranularity = 32,
+    impl: Impl = "auto",
+) -> tuple[MXTensor, MXTensor]:
+    """Quantise a weight for its forward and its input gradient: `quantize` of `w` and of `w.mT`.
+
+    The forward contracts D and the input gradient F, and products want the contraction last in
+    memory: the second result is transposed. The kernel reads the weight once.
+
+    Args:
+        w: float32, bfloat16 or float16, `(.., F, D)`: a matrix or a stack of them. Both widths are
+            multiples of 32, of 128 for `"128x128"`.
+        element: As for `quantize`.
+        scale_rule: As for `quantize`.
+        granularity: 32; or `"128x128"`, where the codes are the same both ways.
+        impl: As for `quantize`.
+
+    Returns:
+        `(.., F, D)` with scales along D, and `(.., D, F)` with scales along F; both contiguous,
+        without gradient.
+
+    Raises:
+        TypeError: As for `quantize`.
+        ValueError: `w` has fewer than two dimensions, a width is not a multiple of the
+            granularity, an option is out of range, or the named `impl` cannot run.
+    """
+    check_source("w", w)
+    check_element("element", element)
+    check_scale_rule(scale_rule)
+    check_weight_granularity(granularity)
+    if w.ndim < 2:
+        raise ValueError(f"`w` must be (.., F, D), got shape {tuple(w.shape)}.")
+    last = w.ndim - 1
+    for dim in (last, last - 1):
+        check_granularity("w", w.shape, dim, granularity)
+    if not pick(impl, w.device):
+        straight, turned = (
+            quantize(
+                each,
+                element=element,
+                scale_rule=scale_rule,
+                granularity=granularity,
+                impl="reference",
+            )
+            for each in (w, w.mT)
+        )
+        return straight, turned
+    *stack, F, D = w.shape
+    parts = _quantize_kernels.quantize_with_transpose(
+        w.detach().reshape(math.prod(stack), F, D),
+        element,
+        scale_rule == "rceil",
+        granularity == "128x128",
+    )
+    codes, scales, turned_codes, turned_scales = (
+        part.view(*stack, *part.shape[1:]) for part in parts
+    )
+    dtype = FORMATS[element].dtype
+    return (
+        MXTensor(codes.view(dtype), scales, last, element, granularity),
+        MXTensor(turned_codes.view(dtype), turned_scales, last, element, granularity),
     )
 
 

@@ -40,6 +40,21 @@ def quantize_both(x_MK: Tensor, element: str, rceil: bool) -> tuple[Tensor, Tens
         return kernels.quantize_both(x_MK.contiguous(), element_format(element), rceil=rceil)
 
 
+@torch.library.custom_op("olmo_mxfp8::quantize_with_transpose", mutates_args=())
+def quantize_with_transpose(
+    w_EFD: Tensor, element: str, rceil: bool, tiles: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return codes and scales of matrices along D, then those of their transposes, packed."""
+    from ._triton import quantize_transpose as kernels
+
+    if w_EFD.numel() == 0:
+        return *_quantized(w_EFD, 2), *_quantized(w_EFD.mT, 2)
+    with torch.cuda.device_of(w_EFD):
+        return kernels.quantize_with_transpose(
+            w_EFD.contiguous(), element_format(element), rceil=rceil, tiles=tiles
+        )
+
+
 @torch.library.custom_op("olmo_mxfp8::dequantize", mutates_args=())
 def dequantize(codes: Tensor, scales: Tensor, dim: int, element: str, dtype: torch.dtype) -> Tensor:
     """Return the values, packed."""
@@ -69,6 +84,26 @@ def dequantize_rows(
             rows_R.contiguous(),
             element_format(element),
             dtype,
+        )
+
+
+@torch.library.custom_op("olmo_mxfp8::weighted_quantize", mutates_args=())
+def weighted_quantize(
+    x_RD: Tensor, weights_R: Tensor, element: str, rceil: bool, granularity: int
+) -> tuple[Tensor, Tensor]:
+    """Return codes and scale bytes of rows times their weights along D, packed."""
+    from ._triton import quantize as kernels
+
+    if x_RD.numel() == 0:
+        return _quantized(x_RD, 1)
+    with torch.cuda.device_of(x_RD):
+        return kernels.quantize(
+            x_RD.contiguous(),
+            1,
+            element_format(element),
+            rceil=rceil,
+            granularity=granularity,
+            weights_R=weights_R.contiguous(),
         )
 
 
@@ -149,9 +184,23 @@ def _(x_MK: Tensor, element: str, rceil: bool) -> tuple[Tensor, Tensor, Tensor, 
     return *_quantized(x_MK, 1), *_quantized(x_MK, 0)
 
 
+@quantize_with_transpose.register_fake
+def _(
+    w_EFD: Tensor, element: str, rceil: bool, tiles: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *_quantized(w_EFD, 2), *_quantized(w_EFD.mT, 2)
+
+
 @dequantize.register_fake
 def _(codes: Tensor, scales: Tensor, dim: int, element: str, dtype: torch.dtype) -> Tensor:
     return codes.new_empty(codes.shape, dtype=dtype)
+
+
+@weighted_quantize.register_fake
+def _(
+    x_RD: Tensor, weights_R: Tensor, element: str, rceil: bool, granularity: int
+) -> tuple[Tensor, Tensor]:
+    return _quantized(x_RD, 1)
 
 
 @swiglu_quantize.register_fake

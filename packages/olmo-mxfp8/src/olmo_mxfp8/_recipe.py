@@ -5,9 +5,9 @@ from typing import Literal, get_args
 
 from ._formats import (
     Element,
-    Granularity,
     RowGranularity,
     ScaleRule,
+    WeightGranularity,
     check_element,
     check_row_granularity,
     check_scale_rule,
@@ -72,7 +72,7 @@ class MXRecipe:
         return "auto" if self.impl in ("auto", "reference") else "triton"
 
     @property
-    def weight_granularity(self) -> Granularity:
+    def weight_granularity(self) -> WeightGranularity:
         """That of the weights."""
         return "128x128" if self.granularity == 128 else 32
 

@@ -23,6 +23,7 @@ from ._formats import (
     check_blocks,
     check_element,
     check_row_granularity,
+    check_row_weights,
     check_scale_rule,
     check_source,
 )
@@ -154,12 +155,5 @@ def _check(
         )
     check_row_granularity(granularity)
     check_blocks("H, half of `hidden_R2H.shape[1]`,", hidden_R2H.shape[1] // 2, granularity)
-    if row_weights_R is None:
-        return
-    check_source("row_weights_R", row_weights_R)
-    R = hidden_R2H.shape[0]
-    if tuple(row_weights_R.shape) != (R,) or row_weights_R.device != hidden_R2H.device:
-        raise ValueError(
-            f"`row_weights_R` must be {(R,)} on {hidden_R2H.device}, as `hidden_R2H`, got "
-            f"{tuple(row_weights_R.shape)} on {row_weights_R.device}."
-        )
+    if row_weights_R is not None:
+        check_row_weights(row_weights_R, "hidden_R2H", hidden_R2H)

@@ -1,20 +1,21 @@
 """`WeightCache`: a weight quantised once a step, along both of its contractions.
 
 The forward contracts the input width and the input gradient the output width, and scales must lie
-along the contraction, so a weight is quantised twice. Over the microbatches of a step it does not
-change, and quantising it once is enough. A copy that is older than its weight would train on the
-weight of another step without a sign of it: here it is an error.
+along the contraction, so a weight is quantised twice, from one read. Over the microbatches of a
+step it does not change, and quantising it once is enough. A copy that is older than its weight
+would train on the weight of another step without a sign of it: here it is an error.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from ._formats import check_blocks, check_source
+from ._formats import Element, ScaleRule, WeightGranularity, check_blocks, check_source
 from ._products import operand_dtype
-from ._quantize import dequantize, quantize
+from ._quantize import dequantize, quantize, quantize_with_transpose
+from ._quantize_impl import Impl
 from ._recipe import DEFAULT_RECIPE, MXRecipe, check_recipe
 from ._tensor import MXTensor
 from ._uncompiled import uncompiled
@@ -64,8 +65,9 @@ class WeightCache:
 
     def refresh(self) -> None:
         """Quantise the weight as it is now. Call it after each step of the optimizer and load."""
-        self._forward = quantize_weight(self.weight, self.recipe)
-        self._input_grad = quantize_weight(self.weight.mT, self.recipe)
+        self._forward, self._input_grad = quantize_with_transpose(
+            self.weight, **_weight_options(self.recipe)
+        )
         self._values: tuple[Tensor, Tensor] | None = None
         if self.recipe.impl == "dequantise":
             dtype = operand_dtype(self.weight.device)
@@ -125,13 +127,23 @@ class WeightCache:
 
 def quantize_weight(w: torch.Tensor, recipe: MXRecipe) -> MXTensor:
     """Return `w` quantised along its last dimension as `recipe` says."""
-    return quantize(
-        w,
-        element=recipe.element,
-        scale_rule=recipe.scale_rule,
-        granularity=recipe.weight_granularity,
-        impl=recipe.quantise_impl,
-    )
+    return quantize(w, **_weight_options(recipe))
+
+
+class _WeightOptions(TypedDict):
+    element: Element
+    scale_rule: ScaleRule
+    granularity: WeightGranularity
+    impl: Impl
+
+
+def _weight_options(recipe: MXRecipe) -> _WeightOptions:
+    return {
+        "element": recipe.element,
+        "scale_rule": recipe.scale_rule,
+        "granularity": recipe.weight_granularity,
+        "impl": recipe.quantise_impl,
+    }
 
 
 def check_weight(name: str, w: torch.Tensor, recipe: MXRecipe) -> None:

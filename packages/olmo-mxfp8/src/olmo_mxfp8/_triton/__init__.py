@@ -2,7 +2,8 @@
 
 - `codes`: one element, one scale, in integer arithmetic, as every kernel uses them.
 - `quantize`: along the last dimension, along another one, both from one read, or in tiles;
-  `quantize_pairs`: columns and both of bfloat16, two values at a time.
+  `quantize_pairs`: columns and both of bfloat16, two values at a time; `quantize_transpose`:
+  weights and their transposes from one read.
 - `dequantize`: the values again; `dequantize_rows`: of chosen rows.
 - `swiglu`: the activation and its gradient, quantised as they are computed.
 - `tiling`, `tile_list`, `ragged`: how a product is cut; only the device knows the experts' rows.

@@ -24,7 +24,13 @@ _COLUMNS = 64
 
 
 def quantize(
-    x: Tensor, dim: int, element: Format, *, rceil: bool, granularity: int
+    x: Tensor,
+    dim: int,
+    element: Format,
+    *,
+    rceil: bool,
+    granularity: int,
+    weights_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return codes, uint8, and scale bytes, as `reference.quantize_blocks` with repeated scales.
 
@@ -34,6 +40,7 @@ def quantize(
         element: The element format.
         rceil: The rule of the scales.
         granularity: 32, or 128: four blocks share a scale, which is written four times.
+        weights_R: Packed, (R,): what rows are multiplied by first, for (R, K) and `dim` 1 alone.
     """
     codes = torch.empty_like(x, dtype=torch.uint8)
     shape = list(x.shape)
@@ -45,7 +52,7 @@ def quantize(
         groups = x.numel() // granularity
         each = _VALUES // granularity
         _rows_kernel[(triton.cdiv(groups, each),)](
-            x, codes, scales, groups, GROUPS=each, num_warps=4, **options
+            x, weights_R, codes, scales, groups, x.shape[dim], GROUPS=each, num_warps=4, **options
         )
     elif quantize_pairs.takes(x, inner):
         rule = {"rceil": rceil, "granularity": granularity}
@@ -121,9 +128,11 @@ def format_options(element: Format, rceil: bool, device: torch.device) -> dict[s
 @triton.jit
 def _rows_kernel(
     x,
+    weights,
     codes,
     scales,
     groups,
+    K,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     MBITS: tl.constexpr,
@@ -133,12 +142,15 @@ def _rows_kernel(
     RCEIL: tl.constexpr,
     CAST: tl.constexpr,
 ):
-    """`GROUPS` runs of `GROUP` adjacent values a program."""
+    """`GROUPS` runs of `GROUP` adjacent values a program, in rows of K times `weights`."""
     first = tl.program_id(0).to(tl.int64) * GROUPS
     group = first + tl.arange(0, GROUPS)
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask = (group < groups)[:, None]
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if weights is not None:
+        weight = tl.load(weights + group * GROUP // K, mask=group < groups, other=0.0)
+        value *= weight.to(tl.float32)[:, None]
     byte = scale_byte(tl.max(magnitude_bits(value), 1), MAX, RCEIL)
     tl.store(codes + at, encode(value, byte[:, None], MBITS, MIN, MAX_CODE, CAST), mask=mask)
     BLOCKS: tl.constexpr = GROUP // 32
