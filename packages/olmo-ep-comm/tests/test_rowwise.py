@@ -245,6 +245,32 @@ def test_undefined_memory_is_never_read(case, poison, combine_by):
             assert torch.equal(got[name], value), name
 
 
+@pytest.mark.parametrize("combine_by", ["put", "get"])
+@pytest.mark.parametrize("codec", [None, MXFP8])
+def test_fresh_memory_is_never_read(combine_by, codec):
+    """Whatever torch allocates is NaN, or the largest integer, for buffers and all else."""
+    options = {"combine_by": combine_by, "codec": codec, "backward_codec": codec}
+    cases = [
+        Problem(tokens=(6, 0, 3, 1), num_experts=8, top_k=3, seed=seed, dtype=dtype, width=32)
+        for seed, dtype in enumerate((torch.float32, torch.bfloat16))
+    ]
+    inputs = [[case.inputs(rank) for rank in range(4)] for case in cases]
+    want = [
+        run_virtual(*run) for run in zip([c.virtual(**options) for c in cases], inputs, strict=True)
+    ]
+    torch.set_deterministic_debug_mode("error")
+    try:
+        assert torch.empty(3).isnan().all(), "memory is not poisoned"
+        for case, given_inputs, reference in zip(cases, inputs, want, strict=True):
+            layer = case.virtual(**options)
+            for _ in range(3):
+                for got, value in zip(run_virtual(layer, given_inputs), reference, strict=True):
+                    for name in value:
+                        assert torch.equal(got[name], value[name]), name
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pairs_travel_bitwise(dtype):
     case = Problem(tokens=(5, 0, 7, 2), num_experts=8, top_k=3, width=64, dtype=dtype)
