@@ -70,7 +70,9 @@ def resources(kernel: Any) -> dict[str, int]:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [cuobjdump, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=240
+        ).stdout
     found = re.findall(r"(REG|STACK|LOCAL):(\d+)", text)
     assert [name for name, _ in found] == ["REG", "STACK", "LOCAL"], text
     return {name: int(value) for name, value in found} | {"SHARED": kernel.metadata.shared}
