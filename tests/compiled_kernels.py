@@ -90,4 +90,5 @@ def _dump(kernel: Any, what: str) -> str:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [cuobjdump, what, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+        return done.stdout

@@ -22,7 +22,9 @@ PACKAGES = ["olmo_routing", "olmo_experts_gemm", "olmo_mxfp8", "olmo_ep_comm", "
 
 def _is_loaded(module: str, forbidden: str) -> bool:
     code = PROBE.format(module=module, forbidden=forbidden)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240
+    )
     return done.stdout.strip() == "True"
 
 
@@ -38,7 +40,9 @@ def test_packages_do_not_import_triton_or_the_apps_libraries(module):
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}; "
         "print(sorted(new & {'triton', 'numpy', 'pydantic', 'rich', 'matplotlib'}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -52,7 +56,9 @@ def test_everything_runs_where_there_is_no_triton(tmp_path):
         "from olmo_trainer.cli import main\n"
         f"sys.exit(main(['nano', '--steps', '1', '--set', 'run.folder={tmp_path}/run']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     assert "step 1/1" in done.stdout
 

@@ -87,7 +87,7 @@ def test_each_start_has_a_store_of_its_own_on_several_machines():
 
 
 def test_the_slurm_script_is_whole():
-    subprocess.run(["bash", "-n", str(LAUNCH / "slurm.sh")], check=True)
+    subprocess.run(["bash", "-n", str(LAUNCH / "slurm.sh")], check=True, timeout=60)
     assert SLURM.startswith("#!/usr/bin/env bash\n")
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", SLURM, flags=re.M))
     # Slurm reads no #SBATCH after the first command.
@@ -132,7 +132,7 @@ def test_the_slurm_script_goes_on_when_there_is_more_to_do(tmp_path, code, asked
         deadline = time.monotonic() + 30
         while not log.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        subprocess.run(["bash", "-c", f"kill -USR1 {job.pid}"], check=True)
+        subprocess.run(["bash", "-c", f"kill -USR1 {job.pid}"], check=True, timeout=60)
     assert job.wait(60) == code
     said = log.read_text().splitlines()
     assert said[0].startswith("srun --kill-on-bad-exit=1 uv run torchrun --nnodes 4")
@@ -160,8 +160,8 @@ def test_the_kubernetes_job_is_whole():
     stop = container["lifecycle"]["preStop"]["exec"]["command"][-1]
     folder = next(word for word in words if word.startswith("run.folder=")).partition("=")[2]
     assert stop.startswith(f"touch {folder}/stop;")
-    subprocess.run(["bash", "-n", "-c", stop], check=True)
-    subprocess.run(["bash", "-n", "-c", container["args"][0]], check=True)
+    subprocess.run(["bash", "-n", "-c", stop], check=True, timeout=60)
+    subprocess.run(["bash", "-n", "-c", container["args"][0]], check=True, timeout=60)
 
 
 def _wait_for(condition, process: subprocess.Popen, seconds: float = 120.0) -> None:

@@ -33,6 +33,7 @@ def test_four_processes_train_stop_and_continue_in_one(tmp_path):
         text=True,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("data 2 x context 2 x expert 4 x pipeline 1") == 1

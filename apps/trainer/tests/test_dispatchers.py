@@ -6,11 +6,12 @@ import types
 
 import pytest
 import torch
-from olmo_ep_comm import LocalDispatcher
+from olmo_ep_comm import LocalDispatcher, rowwise_buffer_bytes
 from olmo_routing import admit
 from olmo_trainer import dispatcher as dispatcher_module
 from olmo_trainer import loop
 from olmo_trainer.config import TrainerConfig
+from olmo_trainer.describe import print_config
 from olmo_trainer.dispatcher import build_dispatcher, check_installed, live_dispatches
 from olmo_trainer.mesh import Mesh
 from olmo_trainer.overrides import ConfigError, apply_overrides
@@ -99,6 +100,40 @@ def test_a_capacity_is_times_the_even_load(monkeypatch, policy):
     requested = torch.tensor([[[6, 3]], [[0, 3]]])  # two sources, one destination, two experts
     assert torch.equal(made["admit"](requested, 6), admit(requested, 6, policy=policy))
     assert made["admit"](requested, 6)[0, 0, 0] == {"fair": 3, "tail": 6}[policy]
+
+
+@pytest.mark.parametrize("factor", [None, "1.3", "9"])
+@pytest.mark.parametrize("word", ["bf16", "fp32"])
+def test_a_dry_run_prints_the_buffers_that_are_allocated(monkeypatch, factor, word):
+    """The formula beside the options that the dispatcher itself would be made with."""
+    made = []
+    monkeypatch.setattr(
+        dispatcher_module,
+        "create_dispatcher",
+        lambda kind, *, num_experts, group, timeout_s, admit=None, **options: made.append(
+            rowwise_buffer_bytes(num_ranks=2, num_experts=num_experts, **options)
+        ),
+    )
+    settings = ["layout.expert=2", "layout.dispatcher.kind=rowwise", f"precision.parameters={word}"]
+    if factor is not None:
+        settings.append(f"layout.dispatcher.capacity_factor={factor}")
+    config = _config(*settings)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[word]
+    live = live_dispatches(config, build_schedule(config.layout, config.batch.accumulation), 0)
+    build_dispatcher(config, _mesh(config), dtype=dtype, live_forwards=live)
+    text = io.StringIO()
+    print_config(config, Console(file=text))
+    (want,) = made
+    (line,) = [one for one in text.getvalue().splitlines() if one.startswith("buffers ")]
+    assert f" {sum(want.values()):,} bytes more with {word} rows" in line
+    assert all(f"{name} {size:,}" in line for name, size in want.items())
+    assert f"rows {live - 1} " in line
+
+
+def test_other_dispatchers_have_no_buffers_to_print():
+    text = io.StringIO()
+    print_config(_config("layout.expert=2"), Console(file=text))
+    assert "buffers " not in text.getvalue()
 
 
 def test_one_process_keeps_its_experts():

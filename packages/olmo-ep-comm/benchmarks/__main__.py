@@ -25,7 +25,7 @@ sys.path[:0] = [str(HERE.parent / "src"), str(HERE)]
 import cells as c  # noqa: E402
 import metadata  # noqa: E402
 import programs  # noqa: E402
-from olmo_ep_comm._rowwise.checks import make_form  # noqa: E402
+from olmo_ep_comm import rowwise_buffer_bytes  # noqa: E402
 
 TIMEOUT = datetime.timedelta(minutes=3)
 
@@ -117,21 +117,9 @@ def _buffers() -> Iterator[str]:
     yield "| shape, 2 ranks, bfloat16, dropless, one live forward | buffers of a rank, MiB |"
     yield "|---|---|"
     for shape in c.SHAPES:
-        form = make_form(
-            num_ranks=2,
-            num_experts=shape.E,
-            max_tokens=shape.T,
-            width=shape.D,
-            top_k=shape.K,
-            dtype=torch.bfloat16,
-            capacity=None,
-            admit=None,
-            live_forwards=1,
-            codec=None,
-            backward_codec=None,
-            combine_by="get",
+        sizes = rowwise_buffer_bytes(
+            num_ranks=2, num_experts=shape.E, max_tokens=shape.T, width=shape.D, top_k=shape.K
         )
-        sizes = form.buffer_bytes()
         parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in sizes.items())
         yield f"| {shape} | {sum(sizes.values()) / 2**20:.0f}: {parts} |"
 

@@ -75,7 +75,13 @@ class ElasticBuffer:
         num_gpu_timeout_secs=100,
         explicitly_destroy=False,
     ):
+        assert group._get_sequence_number_for_group() > 0, (
+            "the communicator of a group is there after its first collective; upstream reads it "
+            "and ends the process"
+        )
         self.group, self.rank_idx, self.num_ranks = group, group.rank(), group.size()
+        self.num_cpu_timeout_secs = num_cpu_timeout_secs
+        self.num_gpu_timeout_secs = num_gpu_timeout_secs
         self.num_bytes = num_bytes or _align(
             max(
                 self.num_ranks * (hidden * 2 + num_topk * 12 + 4),

@@ -20,6 +20,7 @@ class Problem:
     dtype: torch.dtype = torch.float32
     experts: tuple[int, ...] = ()
     seed: int = 0
+    is_distinct: bool = False  # no token names an expert twice
     options: dict = field(default_factory=dict)
 
     def inputs(self, rank: int, device: str = "cpu") -> Inputs:
@@ -27,6 +28,9 @@ class Problem:
         shape = (self.tokens[rank], self.top_k)
         experts = torch.tensor(self.experts or tuple(range(-1, self.num_experts)))
         ids = experts[torch.randint(len(experts), shape, generator=generator)]
+        if self.is_distinct:
+            scores = torch.rand(shape[0], self.num_experts, generator=generator)
+            ids = torch.where(ids < 0, -1, scores.topk(self.top_k).indices)
         x_TD = torch.randn(shape[0], self.width, generator=generator).to(self.dtype)
         weights_TK = torch.rand(shape, generator=generator)
         return x_TD.to(device), ids.to(device), weights_TK.to(device)

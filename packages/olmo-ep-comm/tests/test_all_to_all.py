@@ -257,55 +257,6 @@ def test_combine_is_the_adjoint_of_dispatch(processes):
     assert sum(left) == pytest.approx(sum(right), rel=1e-12)
 
 
-def _train_router(rank: int, world: int, gate: str, group_size: int) -> list[Tensor]:
-    """Five SGD steps of norm -> router -> experts; returns the first gradients and last weights.
-
-    With `group_size` 0 this rank alone holds all the tokens.
-    """
-    generator = torch.Generator().manual_seed(7)
-    tokens = torch.randn(19, WIDTH, generator=generator, dtype=torch.float64).split([7, 0, 4, 8])
-    x_TD = torch.cat(tokens) if group_size == 0 else tokens[rank]
-    dispatcher: Dispatcher = LocalDispatcher(num_experts=NUM_EXPERTS)
-    if group_size:
-        group = make_group([[0, 1], [2, 3]], rank) if group_size == 2 else None
-        dispatcher = AllToAllDispatcher(num_experts=NUM_EXPERTS, group=group)
-    shapes = [(WIDTH,), (NUM_EXPERTS, WIDTH), (NUM_EXPERTS, WIDTH), (NUM_EXPERTS, WIDTH)]
-    parameters = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    norm_D, gate_ED, scale_ED, bias_ED = (value.requires_grad_() for value in parameters)
-    first: list[Tensor] = []
-    for _ in range(5):
-        h_TD = torch.nn.functional.normalize(x_TD) * norm_D
-        logits_TE = h_TD @ gate_ED.T
-        scores_TE = logits_TE.softmax(-1) if gate == "softmax" else logits_TE.sigmoid()
-        weights_TK, ids = scores_TE.topk(2)
-        dispatched = dispatcher.dispatch(h_TD, ids, weights_TK)
-        y_RD = apply_experts(dispatched, dispatcher.local_experts, scale_ED, bias_ED)
-        dispatcher.combine(y_RD, dispatched.handle).sin().sum().backward()
-        grads = [gradient(value) for value in parameters]
-        for grad in grads if group_size else []:
-            dist.all_reduce(grad)
-        first = first or grads
-        with torch.no_grad():
-            for value, grad in zip(parameters, grads, strict=True):
-                value -= 0.01 * grad
-                value.grad = None
-    return [*first, *(value.detach() for value in parameters)]
-
-
-@pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
-def test_training_equals_one_process(processes, gate):
-    """Gradients of a norm, a router and experts have ratio 1; replicas stay bitwise equal."""
-    (want,) = processes.run(_train_router, gate, 0, world=1)
-    for group_size in (2, 4):
-        ranks = processes.run(_train_router, gate, group_size, world=4)
-        for got in ranks:
-            assert all(map(torch.equal, got, ranks[0]))
-            for value, reference in zip(got, want, strict=True):
-                ratio = (value * reference).sum() / reference.square().sum()
-                assert ratio.item() == pytest.approx(1, abs=1e-12)
-                torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-12)
-
-
 def _return_own_tokens(rank: int, world: int, parts: list[Tensor]) -> Tensor:
     dispatcher = AllToAllDispatcher(num_experts=NUM_EXPERTS)
     x_TD = parts[rank].reshape(-1, 1)

@@ -8,6 +8,7 @@ from typing import Any
 import deep_ep_stand_in as stand_in
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from olmo_ep_comm import DeepEPDispatcher, Dispatched, Dispatcher, LocalDispatcher
@@ -118,6 +119,64 @@ def test_extreme_loads_equal_one_process(processes, version):
     processes.run(_compare, version, cases, world=3)
 
 
+LAYOUT = ([0, 2], [1, 3])
+
+
+def _compare_in_sub_groups(rank: int, world: int) -> None:
+    """Two groups of fresh processes at once, each with the ranks and time-outs it was given."""
+    groups = [dist.new_group(ranks) for ranks in LAYOUT]
+    (place,) = [i for i, ranks in enumerate(LAYOUT) if rank in ranks]
+    ranks, group = LAYOUT[place], groups[place]
+    tokens = [4 + other for other in ranks]
+    options = {"group": group, "cpu_timeout_s": 17, "gpu_timeout_s": 19 + place}
+    assert group._get_sequence_number_for_group() == 0, "the stand-in would not see a missing one"
+    with make_dispatcher(**options) as dispatcher:
+        buffer = dispatcher._buffer
+        assert buffer.group is group
+        assert (buffer.rank_idx, buffer.num_ranks) == (ranks.index(rank), 2)
+        assert (buffer.num_cpu_timeout_secs, buffer.num_gpu_timeout_secs) == (17, 19 + place)
+        parts = [make_inputs(other, 4 + other, True) for other in ranks]
+        whole = tuple(torch.cat(part) for part in zip(*parts, strict=True))
+        whole_layer = run_layer(LocalDispatcher(num_experts=NUM_EXPERTS), whole)
+        want = part_of(whole_layer, tokens, ranks.index(rank))
+        got = run_layer(dispatcher, parts[ranks.index(rank)])
+        for name in ("ends", "rows", "row weights", "weight gradient"):
+            assert torch.equal(got[name], want[name]), name
+
+
+@pytest.mark.dist
+def test_each_group_has_a_buffer_of_its_own(processes):
+    processes.run(_compare_in_sub_groups, world=4)
+
+
+def _make_where_it_cannot_be(rank: int, world: int) -> list[str]:
+    """Rank 1 alone has a bad argument, or another library."""
+    told = []
+    for version, options in (
+        ("2.1", {"width": 100}),
+        ("2.1", {"gpu_timeout_s": 0}),
+        ("v1", {}),
+    ):
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            make_dispatcher(*((version,) if rank else ()), **(options if rank else {}))
+        told.append(str(caught.value))
+    make_dispatcher().close()
+    return told
+
+
+@pytest.mark.dist
+def test_a_dispatcher_that_one_rank_cannot_make_is_made_by_none(processes):
+    first, second = processes.run(_make_where_it_cannot_be, world=2)
+    for message in first:
+        assert "on every rank of the group, but its rank(s) [1] refused theirs" in message
+    for message, want in zip(
+        second,
+        ("`width` must be a multiple of 256", "`gpu_timeout_s` must be at least 1", "is DeepEP v1"),
+        strict=True,
+    ):
+        assert want in message
+
+
 def _log_calls(rank: int, world: int) -> list[dict[str, Any]]:
     with make_dispatcher() as dispatcher:
         x_TD, ids, weights_TK = make_inputs(rank, 5 - rank, True)
@@ -211,6 +270,7 @@ def _refuse(rank: int, world: int) -> None:
     x_TD, ids, weights_TK = make_inputs(0, 4, False)
     refused = [
         ((x_TD.float(), ids, weights_TK), TypeError, "must be torch.bfloat16 for DeepEP, got"),
+        ((x_TD, ids, weights_TK.double()), TypeError, "must be torch.float32 for DeepEP, got"),
         ((x_TD[:, :8], ids, weights_TK), ValueError, r"`width`=256 .* got x \(4, 8\)"),
         ((x_TD, ids[:, :2], weights_TK[:, :2]), ValueError, r"`top_k`=3 .* ids \(4, 2\)"),
         (tuple(v.repeat(3, 1) for v in (x_TD, ids, weights_TK)), ValueError, "`max_tokens`=8"),
@@ -291,7 +351,12 @@ def test_importing_the_package_leaves_deepep_alone(tmp_path):
     (tmp_path / "deep_ep.py").write_text("raise SystemExit('imported')")
     code = "import olmo_ep_comm; print('package'); import deep_ep"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, check=False, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.stdout == "package\n"
     assert "imported" in done.stderr

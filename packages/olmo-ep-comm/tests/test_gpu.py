@@ -71,10 +71,30 @@ def test_an_unknown_id_is_a_device_side_assertion():
         "torch.cuda.synchronize()"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=240
     )
     assert result.returncode != 0
     assert "`expert_ids_TK` must hold ids" in result.stderr
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_routes_without_room_are_a_device_side_assertion_where_none_may_be_dropped():
+    """Two slots of a token for the only expert, and a default capacity of one row a token."""
+    code = (
+        "import torch; from olmo_ep_comm import VirtualRowwise;"
+        "sizes = dict(num_ranks=1, num_experts=1, max_tokens=2, width=8, top_k=2, device='cuda');"
+        "layer = VirtualRowwise(**sizes); x = torch.ones(2, 8).bfloat16().cuda();"
+        "weights = torch.ones(2, 2).cuda(); ids = torch.tensor([[0, -1]] * 2).cuda();"
+        "layer.dispatch([x], [ids], [weights]); torch.cuda.synchronize(); print('fits');"
+        "layer.dispatch([x], [ids * 0], [weights]); torch.cuda.synchronize(); print('more')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode != 0
+    assert result.stdout == "fits\n"
+    assert "as many routes as when no token names an expert twice, 2, got" in result.stderr
 
 
 def _run_on_nccl(rank: int, world: int) -> None:

@@ -1,9 +1,12 @@
 """What a caller is told, before anything runs."""
 
+import sys
 from typing import Any, cast
 
+import deep_ep_stand_in as stand_in
 import pytest
 import torch
+import torch.distributed as dist
 from olmo_ep_comm import AllToAllDispatcher, LocalDispatcher, PairCodec, create_dispatcher
 
 X = torch.ones(3, 4)
@@ -94,6 +97,39 @@ def test_combine_refuses_what_is_no_handle():
 def test_create_refuses(arguments, error, message):
     with pytest.raises(error, match=message):
         create_dispatcher(**{"num_experts": 4, **arguments})
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+SIZES = {"max_tokens": 4, "width": 256, "top_k": 2}
+
+
+@pytest.mark.parametrize("timeout_s", [0, -5.0, 0.0001, float("inf"), float("nan")])
+def test_a_time_out_that_is_none_is_refused(group_of_one, timeout_s):
+    with pytest.raises(ValueError, match=r"`timeout_s` must be finite and at least 0\.001 seconds"):
+        create_dispatcher("rowwise", num_experts=4, **SIZES, timeout_s=timeout_s)
+    create_dispatcher("rowwise", num_experts=4, **SIZES, timeout_s=0.001)
+
+
+@pytest.mark.parametrize("name", ["cpu_timeout_s", "gpu_timeout_s"])
+def test_a_time_out_of_deepep_that_is_none_is_refused(group_of_one, name):
+    with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
+        create_dispatcher("deepep", num_experts=4, **SIZES, **{name: 0})
+
+
+@pytest.mark.parametrize("backend", ["rowwise", "deepep"])
+def test_buffers_are_not_made_while_a_graph_is_captured(group_of_one, monkeypatch, backend):
+    monkeypatch.setitem(sys.modules, "deep_ep", stand_in.make_module("2.1"))
+    create_dispatcher(backend, num_experts=4, **SIZES)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="Dispatcher` must be made outside of a CUDA graph: it"):
+        create_dispatcher(backend, num_experts=4, **SIZES)
 
 
 def test_create_local():

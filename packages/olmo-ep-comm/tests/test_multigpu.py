@@ -4,11 +4,13 @@ Every call has a time-out, here and in the barriers, so that nothing can hang a 
 """
 
 import pytest
+import rowwise_ranks
 import torch
 import torch.distributed as dist
 from gpu_ranks import gpu_of
 from olmo_ep_comm import AllToAllDispatcher, Dispatcher, RowwiseDispatcher
 from pair_codecs import MXFP8
+from pair_layers import assert_equal_pairs, run_pairs
 from torch import Tensor
 
 pytestmark = [
@@ -154,9 +156,11 @@ def test_late_gpus_never_meet_overwritten_rows(processes, combine_by):
 def _send_pairs(rank: int, world: int) -> None:
     group = nccl_group(rank)
     try:
-        ours = make(group, codec=MXFP8)
-        theirs = AllToAllDispatcher(num_experts=E, group=group, codec=MXFP8)
+        codecs = {"codec": MXFP8, "backward_codec": MXFP8}
+        ours = make(group, **codecs)
+        theirs = AllToAllDispatcher(num_experts=E, group=group, **codecs)
         inputs = make_inputs(rank, 64)
+        assert_equal_pairs(run_pairs(ours, inputs), run_pairs(theirs, inputs), exact=False)
         with torch.no_grad():
             got, want = ours.dispatch(*inputs), theirs.dispatch(*inputs)
         assert got.encoded is not None
@@ -170,3 +174,21 @@ def _send_pairs(rank: int, world: int) -> None:
 
 def test_pairs_cross_the_link_bitwise(processes):
     processes.run(_send_pairs, world=2, timeout=180)
+
+
+@pytest.mark.parametrize("combine_by", ["put", "get"])
+def test_drops_are_those_of_the_policy_and_counted(processes, combine_by):
+    run = rowwise_ranks.drop_what_has_no_room
+    first, second = processes.run(run, "cuda", combine_by, world=2, timeout=180)
+    assert sum(first) > 0
+    assert sum(second) > 0
+
+
+@pytest.mark.parametrize("combine_by", ["put", "get"])
+def test_two_forwards_alive_are_as_each_alone(processes, combine_by):
+    run = rowwise_ranks.keep_two_forwards_alive
+    processes.run(run, "cuda", combine_by, world=2, timeout=180)
+
+
+def test_two_dispatchers_used_in_turn_are_as_each_alone(processes):
+    processes.run(rowwise_ranks.use_two_dispatchers_in_turn, "cuda", world=2, timeout=180)

@@ -42,7 +42,7 @@ class RowwiseDispatcher(Config):
         default="fair", description="of every cell in proportion, or of the highest experts first"
     )
     timeout_s: float = Field(
-        default=300.0, gt=0, description="a GPU waits so long for another; longer than a save"
+        default=300.0, ge=0.001, description="a GPU waits so long for another; longer than a save"
     )
 
     @model_validator(mode="after")

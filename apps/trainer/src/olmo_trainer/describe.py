@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from olmo_trainer.checkpoint_manifest import Manifest
-from olmo_trainer.config import TrainerConfig
+from olmo_trainer.config import RowwiseDispatcher, TrainerConfig
 from olmo_trainer.recipes import RECIPES
 from olmo_trainer.sizes import bytes_per_rank, count_flops, count_parameters, layers_of_ranks
 
@@ -42,8 +42,27 @@ def print_config(config: TrainerConfig, console: Console) -> None:
             "no activations",
             soft_wrap=True,
         )
+        _print_buffers(config, word, console)
     for words in config.unreached():
         console.print(words, soft_wrap=True)
+
+
+def _print_buffers(config: TrainerConfig, word: str, console: Console) -> None:
+    """Print what a rowwise dispatcher allocates, by the formula of its package."""
+    if not isinstance(config.layout.dispatcher, RowwiseDispatcher):
+        return
+    import torch  # here alone: other dispatchers are described without it
+
+    from olmo_trainer.dispatcher import buffer_bytes
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[word]
+    sizes = buffer_bytes(config, dtype=dtype)
+    parts = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
+    console.print(
+        f"buffers     {sum(sizes.values()):,} bytes more with {word} rows, allocated once by the "
+        f"dispatcher of the fullest rank: {parts}",
+        soft_wrap=True,
+    )
 
 
 def print_manifest(manifest: Manifest, console: Console) -> None:

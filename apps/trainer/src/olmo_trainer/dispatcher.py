@@ -6,7 +6,7 @@ from functools import partial
 from importlib.util import find_spec
 
 import torch
-from olmo_ep_comm import Dispatcher, create_dispatcher
+from olmo_ep_comm import Dispatcher, create_dispatcher, rowwise_buffer_bytes
 from olmo_pipeline import Schedule
 from olmo_routing import admit
 
@@ -19,6 +19,7 @@ from olmo_trainer.config import (
 )
 from olmo_trainer.growing_dispatcher import GrowingDispatcher
 from olmo_trainer.mesh import Mesh
+from olmo_trainer.pipeline_schedule import build_schedule
 from olmo_trainer.sizes import stage_layers
 
 
@@ -67,13 +68,7 @@ def build_dispatcher(
         kind = "local" if mesh.num_expert == 1 else "all_to_all"
     if kind == "local":
         return create_dispatcher("local", num_experts=moe.num_experts)
-    batch = config.batch
-    sequences = batch.sequences // (mesh.num_data * batch.accumulation)
-    sizes = {
-        "max_tokens": sequences * config.data.sequence_length // mesh.num_context,
-        "width": config.model.d_model,
-        "top_k": moe.top_k,
-    }
+    sizes = _sizes(config, mesh.num_data, mesh.num_context)
     options: dict[str, object] = {}
     if isinstance(chosen, RowwiseDispatcher):
         options = {
@@ -102,10 +97,50 @@ def build_dispatcher(
             raise ValueError(f"layout.dispatcher.kind = {kind!r}: {error}") from error
 
     if isinstance(chosen, RowwiseDispatcher) and chosen.capacity_factor is not None:
-        # When the load is even, a rank receives as many routes as its tokens have.
-        even = sizes["max_tokens"] * moe.top_k
+        even = _even_rows(sizes)
         return _with_capacity(config, chosen, chosen.capacity_factor, even, make)
     return make()
+
+
+def buffer_bytes(config: TrainerConfig, *, dtype: torch.dtype) -> dict[str, int]:
+    """Return the bytes of each buffer of a rowwise dispatcher, of the pipeline rank with the most.
+
+    Empty for the others, which allocate what each dispatch brings. `config` must have passed
+    `for_world`. Buffers that a rerun made larger are not foreseen.
+    """
+    chosen, layout, moe = config.layout.dispatcher, config.layout, config.model.moe
+    if not isinstance(chosen, RowwiseDispatcher) or not config.model.moe_layers:
+        return {}
+    schedule = build_schedule(layout, config.batch.accumulation)
+    sizes = _sizes(config, layout.data or 1, layout.context)
+    capacity = None
+    if chosen.capacity_factor is not None:
+        factor = min(chosen.capacity_factor, config.worst_capacity_factor)
+        capacity = math.ceil(factor * _even_rows(sizes))
+    ranks = range(layout.pipeline)
+    return rowwise_buffer_bytes(
+        num_ranks=layout.expert,
+        num_experts=moe.num_experts,
+        dtype=dtype,
+        capacity=capacity,
+        live_forwards=max(live_dispatches(config, schedule, rank) for rank in ranks),
+        **sizes,
+    )
+
+
+def _sizes(config: TrainerConfig, num_data: int, num_context: int) -> dict[str, int]:
+    """Return what a microbatch can bring to a rank."""
+    sequences = config.batch.sequences // (num_data * config.batch.accumulation)
+    return {
+        "max_tokens": sequences * config.data.sequence_length // num_context,
+        "width": config.model.d_model,
+        "top_k": config.model.moe.top_k,
+    }
+
+
+def _even_rows(sizes: dict[str, int]) -> int:
+    """Return the rows of an even load, where a rank receives as many as its tokens have routes."""
+    return sizes["max_tokens"] * sizes["top_k"]
 
 
 def _with_capacity(

@@ -120,7 +120,7 @@ def bytes_per_rank(config: TrainerConfig, *, weights: str) -> float:
     report's `6 + 12/D` and `6/M_E + 12/D`, where D is data ranks times context ranks. Other
     optimizers have another number than 12; a Muon matrix stays whole with one of D ranks, and is
     counted as their mean. What is multiplied in MXFP8 is kept in it too, both ways round.
-    Activations and communication buffers are not counted.
+    Activations are not counted, nor the buffers of a dispatcher: see `dispatcher.buffer_bytes`.
     """
     counts, layout = count_parameters(config.model), config.layout
     replicas = (layout.data or 1) * layout.context

@@ -8,6 +8,7 @@ from ._interface import Dispatched as Dispatched
 from ._interface import Dispatcher as Dispatcher
 from ._local import LocalDispatcher as LocalDispatcher
 from ._rowwise.dispatcher import RowwiseDispatcher as RowwiseDispatcher
+from ._rowwise.formula import rowwise_buffer_bytes as rowwise_buffer_bytes
 from ._rowwise.virtual import VirtualRowwise as VirtualRowwise
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "RowwiseDispatcher",
     "VirtualRowwise",
     "create_dispatcher",
+    "rowwise_buffer_bytes",
 ]

@@ -32,7 +32,13 @@ from ._checks import (
 )
 from ._codec import PackedRows, PairCodec, pack_rows, unpack_rows
 from ._deepep_import import DeepEP, import_deepep
-from ._group import agree, refusing_together, resolve_group, share_of_experts
+from ._group import (
+    agree,
+    check_not_capturing,
+    refusing_together,
+    resolve_group,
+    share_of_experts,
+)
 from ._interface import Dispatched
 from ._uncompiled import uncompiled
 
@@ -83,19 +89,18 @@ class DeepEPDispatcher:
                 or writes a checkpoint meanwhile.
 
         Raises:
-            ValueError: If a number is out of range, or ranks give different ones.
+            ValueError: If a number is out of range, or ranks give different ones; on every rank, if
+                one refuses its arguments.
             RuntimeError: If DeepEP v2 is not there, there is no process group, or a CUDA graph is
                 being captured.
         """
         self._group = resolve_group(group, type(self).__name__)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "`DeepEPDispatcher` must be made outside of a CUDA graph: it registers memory with "
-                "every rank; make it before the capture begins."
-            )
+        check_not_capturing(type(self).__name__)
         with refusing_together(self._group):
             check_num_experts(num_experts)
             _check_limits(num_experts, max_tokens, width, top_k)
+            check_positive("cpu_timeout_s", cpu_timeout_s)
+            check_positive("gpu_timeout_s", gpu_timeout_s)
             self.num_experts = num_experts
             self.local_experts = share_of_experts(num_experts, self._group)
             if len(self.local_experts) > _MAX_LOCAL_EXPERTS:
@@ -130,14 +135,14 @@ class DeepEPDispatcher:
             ValueError: If shapes or devices do not fit together or what the dispatcher was made
                 for, or, on a CPU, if an id is neither an expert nor -1 or a token names an expert
                 twice. On a GPU these two are device-side assertions.
-            TypeError: If the tokens are not bfloat16, or another dtype is none of those named in
-                `Dispatcher.dispatch`.
+            TypeError: If the tokens are not bfloat16 or the weights not float32, or the ids neither
+                int64 nor int32.
             RuntimeError: After `close`, or if torch is set to fill uninitialised memory, which
                 DeepEP does not allow.
         """
         self._check_open()
         check_inputs(x_TD, expert_ids_TK, weights_TK)
-        self._check_form(x_TD, expert_ids_TK)
+        self._check_form(x_TD, expert_ids_TK, weights_TK)
         _check_ids(expert_ids_TK, self.num_experts)
         packed = None if self._codec is None else pack_rows(self._codec, x_TD)
         exchange = _DeepEPExchange(self, expert_ids_TK, packed)
@@ -177,11 +182,16 @@ class DeepEPDispatcher:
         if self._buffer is None:
             raise RuntimeError("`DeepEPDispatcher` is closed; make another one.")
 
-    def _check_form(self, x_TD: Tensor, expert_ids_TK: Tensor) -> None:
+    def _check_form(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> None:
         if x_TD.dtype != torch.bfloat16:
             raise TypeError(
                 f"`x_TD` must be torch.bfloat16 for DeepEP, got {x_TD.dtype}; call `.bfloat16()` "
                 'or use the backend "all_to_all" or "rowwise".'
+            )
+        if weights_TK.dtype != torch.float32:
+            raise TypeError(
+                f"`weights_TK` must be torch.float32 for DeepEP, got {weights_TK.dtype}; call "
+                '`.float()` or use the backend "all_to_all".'
             )
         check_fits(x_TD, expert_ids_TK, *self._form)
         if (
@@ -219,17 +229,14 @@ class _DeepEPExchange:
 
     def send_tokens(self, x_TD: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Bring tokens and weights to the experts in one expanded dispatch."""
-        self._weight_dtype = weights_TK.dtype
         payload = x_TD.contiguous() if self.packed is None else _words_of(self.packed)
-        rows, row_weights_R, self._handle = self._dispatch_anew(
-            payload, weights_TK.float().contiguous()
-        )
+        rows, row_weights_R, self._handle = self._dispatch_anew(payload, weights_TK.contiguous())
         # Alignment 1: an expert's first row plus its count is its end.
         self.offsets_E = self._handle.psum_num_recv_tokens_per_expert
         if self._codec is not None and self.packed is not None:
             self.packed = _rows_of(rows, self.packed)
             rows = unpack_rows(self._codec, self.packed, x_TD.dtype)
-        return rows, row_weights_R.to(weights_TK.dtype)
+        return rows, row_weights_R
 
     def return_gradients(
         self, grad_rows_RD: Tensor, grad_row_weights_R: Tensor
@@ -238,9 +245,9 @@ class _DeepEPExchange:
         grad_x_TD, grad_weights_TK, _event = self._buffer.combine(
             grad_rows_RD.contiguous(),
             self._handle,
-            topk_weights=grad_row_weights_R.float().contiguous(),
+            topk_weights=grad_row_weights_R.contiguous(),
         )
-        return grad_x_TD, grad_weights_TK.to(self._weight_dtype)
+        return grad_x_TD, grad_weights_TK
 
     def sum_results(self, y_RD: Tensor) -> Tensor:
         """Bring the results home."""

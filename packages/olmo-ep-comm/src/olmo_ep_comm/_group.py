@@ -53,6 +53,19 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
+def check_not_capturing(backend: str) -> None:
+    """Raise while a CUDA graph is being captured, where buffers cannot be made.
+
+    Raises:
+        RuntimeError: If it is; `backend` is the class that would be made.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"`{backend}` must be made outside of a CUDA graph: it registers memory with every "
+            "rank; make it before the capture begins."
+        )
+
+
 @contextmanager
 def refusing_together(group: dist.ProcessGroup) -> Iterator[None]:
     """Within, what this rank refuses is refused by all ranks, so that none waits for it later.

@@ -57,8 +57,10 @@ class Dispatcher(Protocol):
             x_TD: Tokens of this rank; float32, bfloat16 or float64. T may be 0 and may differ
                 between ranks; D and the dtype may not.
             expert_ids_TK: Global expert id of each slot, int64 or int32, in [0, `num_experts`), or
-                -1 for no route. A token that names an expert twice gets two rows.
-            weights_TK: Combine weights, float32 (or float64). Ignored where the id is -1.
+                -1 for no route. A token that names an expert twice gets two rows; "deepep" refuses
+                it, and "rowwise" where its `capacity` is None and has no room for both.
+            weights_TK: Combine weights, float32; "local" and "all_to_all" take float64 too. Ignored
+                where the id is -1.
 
         Returns:
             The rows of this rank's experts. Differentiable in `x_TD` and `weights_TK`.

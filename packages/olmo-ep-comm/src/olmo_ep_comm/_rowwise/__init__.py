@@ -22,7 +22,7 @@ A **fault** of one rank travels with its counts, so that the other ranks meet it
 barrier and need not wait for a rank that has gone: in a dispatch alone, since only that has counts.
 
 - `sizes`: the `Form` that all ranks agree on, and the bytes of the buffers; `checks` makes one of
-  what a caller gives.
+  what a caller gives, and `formula` tells the bytes beforehand.
 - `plan`: which row a route gets, what is dropped, and what travels once.
 - `leases`: which receive buffers are still read by a forward that is alive.
 - `memory`: buffers that other ranks can write, here of one process; `files` maps them between CPU

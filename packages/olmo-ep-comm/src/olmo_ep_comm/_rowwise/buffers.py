@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from olmo_ep_comm._checks import refused_elsewhere_error, unknown_ids_error
 from olmo_ep_comm._codec import PairCodec
@@ -87,17 +88,42 @@ class Buffers:
             "another one of its group; or another one refused its input and says why."
         )
 
+    @property
+    def can_overflow(self) -> bool:
+        """Whether tokens that name an expert twice could drop routes where none may be dropped."""
+        return self.settings.admit is None and not self.settings.form.holds_all_routes
+
+    def overflow_error(self) -> ValueError:
+        """Return the error for more routes to a rank than a dropless dispatcher has rows."""
+        return ValueError(
+            "`expert_ids_TK` must bring a rank at most as many routes as when no token names an "
+            f"expert twice, {self.settings.form.capacity}, got more; name each expert once, or "
+            "give `capacity` and `admit`."
+        )
+
+    def has_room(self, counts_RW: Tensor) -> Tensor:
+        """Return a 0-d bool tensor: whether every rank has rows for all routes to it."""
+        form = self.settings.form
+        requested_RE = counts_RW[:, : form.num_experts]
+        requested_Q = requested_RE.reshape(form.num_ranks, form.num_ranks, -1).sum((0, 2))
+        return (requested_Q <= form.capacity).all()
+
     def raise_faults(self) -> None:
         """Raise on every rank if any found a fault; reads the counts.
 
         Raises:
-            ValueError: Of this rank's ids if one of them is unknown, else naming the ranks.
+            ValueError: Of this rank's ids if one of them is unknown, else naming the ranks; or of
+                routes without room in a dispatcher that drops none.
         """
         form, ranks = self.settings.form, self.memory.ranks
-        faults_R = self.counts.own[0][:, form.fault_column].tolist()
-        if not any(faults_R):
+        counts_RW = self.counts.own[0]
+        faults_R = counts_RW[:, form.fault_column].tolist()
+        has_room = not self.can_overflow or bool(self.has_room(counts_RW))
+        if has_room and not any(faults_R):
             return
         self.memory.barrier()  # the next counts are written when all have read these
         if any(faults_R[rank] for rank in ranks):
             raise unknown_ids_error(form.num_experts)
-        raise refused_elsewhere_error([rank for rank, fault in enumerate(faults_R) if fault])
+        if any(faults_R):
+            raise refused_elsewhere_error([rank for rank, fault in enumerate(faults_R) if fault])
+        raise self.overflow_error()

@@ -8,6 +8,7 @@ from torch import Tensor
 from olmo_ep_comm._checks import (
     check_fits,
     check_inputs,
+    check_num_experts,
     check_positive,
 )
 from olmo_ep_comm._codec import PairCodec, pack_rows
@@ -18,6 +19,15 @@ from .sizes import ALIGN_BYTES, CombineBy, Form, dropless_capacity
 
 DTYPES = (torch.bfloat16, torch.float32)
 _LARGEST = 2**31 - 1
+
+
+def check_shares(num_ranks: int, num_experts: int) -> None:
+    """Raise ValueError unless the experts divide over the ranks."""
+    check_num_experts(num_experts)
+    if num_ranks < 1 or num_experts % num_ranks:
+        raise ValueError(
+            f"`num_experts` must be a multiple of `num_ranks`, got {num_experts} and {num_ranks}."
+        )
 
 
 def make_form(

@@ -1,5 +1,6 @@
 """Experts spread over a group, rows written straight into the memory of their ranks."""
 
+import math
 from typing import get_args
 
 import torch
@@ -11,6 +12,7 @@ from olmo_ep_comm._checks import check_num_experts
 from olmo_ep_comm._codec import PairCodec
 from olmo_ep_comm._group import (
     agree,
+    check_not_capturing,
     device_of,
     refusing_together,
     resolve_group,
@@ -29,6 +31,8 @@ from .plan import Admit
 from .sizes import CombineBy
 from .symmetric import SymmetricMemory
 
+_SHORTEST_TIMEOUT_S = 0.001
+
 
 class RowwiseDispatcher:
     """Exchanges rows by one-sided writes: no wait of the host, and no row sent twice to a rank.
@@ -45,9 +49,14 @@ class RowwiseDispatcher:
     (or its graph is dropped; under `torch.no_grad()`, until `combine`). Nobody may read
     `rows_RD` or `encoded` afterwards. Any number of layers may share a dispatcher.
 
+    A CUDA graph keeps the receive buffer that its dispatch was captured with, and writes it at each
+    replay, though the lease ends with the captured autograd graph. So a captured layer needs a
+    dispatcher of its own, or nothing else that uses this one may be alive at a replay.
+
     Note:
-        R is `capacity` whatever the routes. `buffer_bytes` are allocated once; a dispatch allocates
-        16 bytes a row, and the backward of combine one set of rows.
+        R is `capacity` whatever the routes. `buffer_bytes` are allocated once. Each live forward
+        allocates `forward_bytes` besides, with a codec its decoded rows among them; the backward of
+        combine allocates one set of rows, with a `backward_codec` one encoded and one decoded.
     """
 
     def __init__(
@@ -78,8 +87,8 @@ class RowwiseDispatcher:
             top_k: K.
             dtype: Of tokens and results: bfloat16 or float32.
             capacity: Rows that a rank can receive in one dispatch. None is the worst case,
-                `max_tokens * ranks * min(K, E / ranks)`: then nothing is ever dropped, unless
-                tokens name an expert twice.
+                `max_tokens * ranks * min(K, E / ranks)`: then nothing is ever dropped. Tokens that
+                name an expert twice could exceed it, and are refused where they do.
             admit: With `capacity`, which routes are kept: a function of the requested routes, int64
                 (source ranks, destination ranks, experts of a rank), and the capacity, that returns
                 how many of each are kept. It runs on every rank and must return the same there,
@@ -96,20 +105,23 @@ class RowwiseDispatcher:
             impl: "triton", "reference" (plain torch, reads the device), or "auto": "triton" on a
                 GPU and "reference" on a CPU.
             timeout_s: Seconds after which a GPU that waits for another one gives up, which ends its
-                process. It must outlast a rank that compiles kernels or writes a checkpoint.
+                process: finite, and at least a millisecond. It must outlast a rank that compiles
+                kernels or writes a checkpoint.
 
         Raises:
             ValueError: If a number is out of range, ranks give different ones, `capacity` and
                 `admit` are not given together, or `impl` is unknown or cannot run; on every rank,
                 if one refuses its arguments.
             TypeError: If the dtype is neither bfloat16 nor float32.
-            RuntimeError: If there is no process group, or CPU processes have no room for a buffer
-                or are not on one host.
+            RuntimeError: If there is no process group, a CUDA graph is being captured, or CPU
+                processes have no room for a buffer or are not on one host.
         """
         self._group = resolve_group(group, type(self).__name__)
+        check_not_capturing(type(self).__name__)
         device = device_of(self._group)
         with refusing_together(self._group):
             check_num_experts(num_experts)
+            _check_timeout(timeout_s)
             self.num_experts = num_experts
             self.local_experts = share_of_experts(num_experts, self._group)
             form = make_form(
@@ -152,8 +164,13 @@ class RowwiseDispatcher:
 
     @property
     def buffer_bytes(self) -> dict[str, int]:
-        """Bytes of each buffer of this rank."""
+        """Bytes of each buffer of this rank, allocated once: see `rowwise_buffer_bytes`."""
         return self._buffers.settings.form.buffer_bytes()
+
+    @property
+    def forward_bytes(self) -> int:
+        """Bytes that a forward of `max_tokens` tokens holds until its backward, buffers apart."""
+        return self._buffers.settings.form.forward_bytes()
 
     @uncompiled(reason="every rank must do every exchange")
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
@@ -163,12 +180,14 @@ class RowwiseDispatcher:
         rows are sent. Between CPU processes all ranks raise together, and the dispatcher may be
         used again. A GPU reads nothing on the host: there an unknown id, or input that another rank
         refused, is a device-side assertion on every rank that did not raise, in the same dispatch,
-        and the process ends. What `admit` raises, or a codec in `decode`, is not told.
+        and the process ends; so are routes to a rank for which a `capacity` of None has no rows.
+        What `admit` raises, or a codec in `decode`, is not told.
 
         Raises:
             ValueError: If shapes or devices do not fit together or what the dispatcher was made
-                for, or, on a CPU, if an id is neither an expert nor -1, or another rank refused its
-                input.
+                for, or, on a CPU, if an id is neither an expert nor -1, another rank refused its
+                input, or with a `capacity` of None tokens that name an expert twice bring a rank
+                more routes than it has rows.
             TypeError: If the dtype is not that of the dispatcher, or the weights are not float32.
             RuntimeError: If `live_forwards` dispatches are alive already.
         """
@@ -196,6 +215,14 @@ class RowwiseDispatcher:
             TypeError: If `y_RD` does not have their dtype, or `handle` is not one.
         """
         return combine_rows(y_RD, handle)
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not (math.isfinite(timeout_s) and timeout_s >= _SHORTEST_TIMEOUT_S):
+        raise ValueError(
+            f"`timeout_s` must be finite and at least {_SHORTEST_TIMEOUT_S} seconds, the unit of "
+            f"a barrier, got {timeout_s}; give more than the longest that a rank can be late."
+        )
 
 
 class _OneRank:

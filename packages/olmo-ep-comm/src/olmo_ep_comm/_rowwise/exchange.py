@@ -58,6 +58,9 @@ class RowwiseExchange:
             )
             if is_sound.is_cuda:
                 torch._assert_async(is_sound, buffers.fault_message())
+                if buffers.can_overflow:
+                    room = buffers.has_room(counts_RW)
+                    torch._assert_async(room, str(buffers.overflow_error()))
             words_TW = _words(tokens[i], packed[i], form.token_words)
             moves.put_rows(buffers.rows, counts_RW[:, form.lease_column], words_TW, plan)
             self.plans.append(plan)

@@ -9,6 +9,8 @@ WORD_BYTES = 4
 ALIGN_BYTES = 16
 META_WORDS = 4
 """Words that travel with each row: next row of its token, route, slot of the sum, weight."""
+PLAN_WORDS = 4
+"""Words that are kept of each route: rank, row, next row, slot of the sum."""
 
 CombineBy = Literal["put", "get"]
 """Who moves the sums: the rank of the experts writes them, or that of the tokens fetches them."""
@@ -53,6 +55,11 @@ class Form:
     def sums_a_token(self) -> int:
         """Most ranks that send a sum to one token."""
         return min(self.num_ranks, self.top_k)
+
+    @property
+    def holds_all_routes(self) -> bool:
+        """Whether a rank has room for whatever the others send, experts named twice included."""
+        return self.capacity >= self.num_ranks * self.max_tokens * self.top_k
 
     @property
     def token_words(self) -> int:
@@ -116,6 +123,18 @@ class Form:
                 size *= length
             sizes[name] = size
         return sizes
+
+    def forward_bytes(self) -> int:
+        """Return the bytes that a forward of `max_tokens` tokens holds until its backward.
+
+        What its rows are and the weights of these, the plan of its routes and, with a codec, the
+        decoded rows.
+        """
+        rows = META_WORDS * WORD_BYTES + WORD_BYTES
+        if self.scale_bytes:
+            rows += self.width * self.dtype.itemsize
+        plan = (PLAN_WORDS * self.top_k + 1) * WORD_BYTES
+        return self.capacity * rows + self.max_tokens * plan
 
 
 def dropless_capacity(num_ranks: int, num_experts: int, max_tokens: int, top_k: int) -> int:

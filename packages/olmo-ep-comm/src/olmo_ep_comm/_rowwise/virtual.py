@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from olmo_ep_comm._checks import check_num_experts, check_results
+from olmo_ep_comm._checks import check_results
 from olmo_ep_comm._codec import PairCodec
 from olmo_ep_comm._interface import Dispatched
 
 from .buffers import Buffers, Settings
-from .checks import check_call, make_form
+from .checks import check_call, check_shares, make_form
 from .exchange import RowwiseExchange
 from .impl import Impl, pick_moves
 from .memory import InProcessMemory
@@ -51,12 +51,7 @@ class VirtualRowwise:
                 `capacity` and `admit` are not given together, or `impl` is unknown or cannot run.
             TypeError: If the dtype is neither bfloat16 nor float32.
         """
-        check_num_experts(num_experts)
-        if num_ranks < 1 or num_experts % num_ranks:
-            raise ValueError(
-                f"`num_experts` must be a multiple of `num_ranks`, got {num_experts} and "
-                f"{num_ranks}."
-            )
+        check_shares(num_ranks, num_experts)
         form = make_form(
             num_ranks=num_ranks,
             num_experts=num_experts,
@@ -87,6 +82,11 @@ class VirtualRowwise:
     def buffer_bytes(self) -> dict[str, int]:
         """Bytes of each buffer of one rank."""
         return self._buffers.settings.form.buffer_bytes()
+
+    @property
+    def forward_bytes(self) -> int:
+        """Bytes that a forward of `max_tokens` tokens holds on one rank until its backward."""
+        return self._buffers.settings.form.forward_bytes()
 
     @property
     def num_free_leases(self) -> int:
