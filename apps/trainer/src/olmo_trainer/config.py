@@ -188,6 +188,11 @@ class RunConfig(Config):
         default=0, ge=0, description="steps whose checkpoints are kept beside them; 0 = none"
     )
     sample_bytes: int = Field(default=300, ge=0, description="continuation at the end, 0 = none")
+    sample_parameters: int = Field(
+        default=100_000_000,
+        ge=1,
+        description="most of a model that the end samples from: one CPU holds it in FP32",
+    )
     trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], SplitWords] = Field(
         default=(), description="where the numbers of metrics.jsonl are sent too"
     )

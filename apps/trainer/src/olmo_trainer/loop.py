@@ -33,6 +33,7 @@ from olmo_trainer.config import TrainerConfig
 from olmo_trainer.data import Batch, ByteTokenizer, TrainData
 from olmo_trainer.device_peaks import peak_flops
 from olmo_trainer.dispatcher import check_installed
+from olmo_trainer.end_of_run import conclude
 from olmo_trainer.launch import check_kernels, launched, pick_device
 from olmo_trainer.learning_rate import learning_rate
 from olmo_trainer.memory import measure_memory
@@ -61,7 +62,10 @@ from olmo_trainer.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
+    """How a run ended.
+
+    `report` is `None` after a stop, on other ranks than the main one, and where it failed.
+    """
 
     step: int
     finished: bool
@@ -201,7 +205,9 @@ class _Run:
                     self.tracking = stack.enter_context(self._open_trackers(first))
                 step, heldout, saved = self._train_steps(first)
             self.watchdog.beat(step, "end")
-            report = self._conclude(heldout, saved) if self.mesh.is_main else None
+            report = None
+            if self.mesh.is_main and step == self.config.steps:
+                report = self._conclude(heldout, saved)
             self.mesh.barrier()
         return Outcome(
             step=step,
@@ -237,7 +243,8 @@ class _Run:
                     self.watchdog.beat(step, "save")
                     saved, heldout = self.saver.save_now(step), self._hold_out(step)
                     progress.update(replace(record, heldout_loss=heldout))
-                    progress.say(f"stopped after step {step}, as asked")
+                    # Nor the time of a sample or of a report, which anyone can ask for later.
+                    progress.say(f"stopped after step {step}, as asked\ncheckpoint {saved}")
                     return step, heldout, saved
                 if step == num_steps or _due(step, run.heldout_every):
                     record = replace(record, heldout_loss=self._hold_out(step))
@@ -414,10 +421,7 @@ class _Run:
                 soft_wrap=True,
             )
 
-    def _conclude(self, heldout: float, saved: Path) -> Path:
-        # matplotlib takes a second to import: only the rank that draws pays it, at the end.
-        from olmo_trainer.end_of_run import conclude
-
+    def _conclude(self, heldout: float, saved: Path) -> Path | None:
         return conclude(self.config, self.folder, saved, heldout, self.console)
 
     def _header(self) -> dict[str, object]:

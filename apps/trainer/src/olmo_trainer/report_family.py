@@ -108,7 +108,7 @@ class Point:
                 pipeline=self.pipeline,
                 schedule=InterleavedOneFOneB(chunks=2) if self.pipeline > 1 else OneFOneB(),
             ),
-            run=RunConfig(log_every=1),
+            run=RunConfig(log_every=1, sample_bytes=0),
         )
 
 

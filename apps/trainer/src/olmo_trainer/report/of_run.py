@@ -14,10 +14,10 @@ from olmo_trainer.metrics import (
 )
 from olmo_trainer.overrides import ConfigError, parse_config
 from olmo_trainer.report.page import write_report
+from olmo_trainer.run_folder import SAMPLE
 from olmo_trainer.sizes import count_parameters
 
 REPORT = "report.html"
-SAMPLE = "sample.txt"  # what the trained model wrote, beside the metrics
 
 
 def read_run(folder: Path) -> tuple[RunHeader, list[Record]]:
