@@ -70,8 +70,8 @@ class StepRecord:
             number but `seconds` and `phase_seconds` is of its last run.
         capacity_factor: Of the dispatcher in the last run; None where no step may run again.
         over_capacity: 1 when the step was taken although it dropped too many routes, else 0.
-        balance: The numbers of olmo_routing's `measure_balance` but of drops (see `dropped`), by
-            name: a list of one entry per MoE layer. `gerrymandered` is 0 or 1.
+        balance: The numbers of olmo_routing's `measure_balance` but `tokens_with_drops`, by name: a
+            list of one entry per MoE layer. `gerrymandered` is 0 or 1.
         z_losses: Router z-loss of each MoE layer.
         phase_seconds: Seconds of the main rank in each phase of the step (`phases.py`).
         flops_per_second: Useful operations a second of all devices together: no recompute, no
