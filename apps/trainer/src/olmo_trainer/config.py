@@ -174,6 +174,9 @@ class RunConfig(Config):
 
     folder: str | None = Field(default=None, min_length=1, description="none = runs/NAME/DATE-TIME")
     log_every: int = Field(default=20, ge=1)
+    layers_every: int = Field(
+        default=1, ge=1, description="steps between two that write the numbers of each layer"
+    )
     heldout_every: int = Field(default=100, ge=0, description="0 = only at the end")
     heldout_sequences: int = Field(
         default=128, ge=1, description="most sequences in one evaluation"

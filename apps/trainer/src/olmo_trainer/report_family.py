@@ -131,7 +131,7 @@ class Point:
                 dispatcher=self.dispatcher,
                 schedule=InterleavedOneFOneB(chunks=2) if self.pipeline > 1 else OneFOneB(),
             ),
-            run=RunConfig(log_every=1, sample_bytes=0),
+            run=RunConfig(log_every=1, sample_bytes=0, layers_every=10),
         )
 
 

@@ -22,6 +22,7 @@ _OF_THE_STEP = (
     "head_z_loss",
     "dropped",  # routes that found no room
     "failed_saves",
+    "attention_flops",  # where documents are apart
 )
 # Kept rows are counted where they arrive, and nobody there knows which routes a token lost.
 _UNKNOWN = ("tokens_with_drops",)
@@ -59,6 +60,7 @@ class StepTotals:
     head_z_loss: float
     dropped: int
     save_failed: bool
+    attention_flops: float
 
 
 class StepSums:
@@ -117,6 +119,7 @@ class StepSums:
             head_z_loss=sums["head_z_loss"],
             dropped=round(sums["dropped"]),
             save_failed=sums["failed_saves"] > 0,
+            attention_flops=sums["attention_flops"],
         )
 
     def layers(self, *, num_ranks: int = 1) -> list[LayerBalance]:
@@ -199,6 +202,10 @@ class StepStatistics(StepSums):
     def report_failed_save(self) -> None:
         """Tell every rank that a save in the background came to nothing."""
         self._of_the_step["failed_saves"] += 1.0
+
+    def add_attention(self, flops: float) -> None:
+        """Add the useful operations of attention in documents, of which one rank is to tell."""
+        self._of_the_step["attention_flops"] += flops
 
     def add_routing(
         self,
