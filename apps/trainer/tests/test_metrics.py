@@ -1,14 +1,17 @@
 """The metrics log: what is written is read back, and a resumed log tells one history."""
 
 import dataclasses
+import io
 import json
 import math
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from olmo_trainer import metrics
 from olmo_trainer.metrics import (
     HeldoutRecord,
     MetricsLog,
@@ -144,7 +147,7 @@ def test_a_fault_in_the_middle_names_file_and_line_and_leaves_the_file(tmp_path)
         with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
             read_metrics(path)
         with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
-            MetricsLog(path, resume_step=3)
+            MetricsLog(path, resume_step=1)
         assert path.read_bytes() == text
 
 
@@ -166,6 +169,49 @@ def test_a_resumed_log_equals_the_log_of_a_run_without_a_stop(tmp_path, resume_s
     assert without_headers(resumed) == expected
     headers = [r.step for r in read_metrics(resumed) if isinstance(r, RunHeader)]
     assert headers == [0, resume_step]
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.binary(max_size=40), breaks=st.lists(st.integers(0, 40)), block=st.integers(1, 9))
+def test_lines_are_the_same_from_both_ends(text, breaks, block):
+    for place in breaks:
+        text = text[:place] + b"\n" + text[place:]
+    forwards, place = [], 0
+    for line in io.BytesIO(text):
+        forwards.append((place, line))
+        place += len(line)
+    with mock.patch.object(metrics, "_BLOCK", block):
+        backwards = list(metrics._lines_backwards(io.BytesIO(text)))
+    assert backwards == forwards[::-1]
+
+
+def test_a_resume_touches_nothing_but_the_lines_after_its_step(tmp_path):
+    """However long the run: what is kept is not even read, and stays in its file."""
+    path = tmp_path / "metrics.jsonl"
+    write_history(path, 60)
+    whole = path.read_bytes()
+    kept = whole[: whole.index(b'{"kind": "step", "step": 51,')]
+    garbled = b"#" * 100 + whole[100:]  # nobody may look at the first line
+    path.write_bytes(garbled)
+    file = path.stat().st_ino
+    with mock.patch.object(metrics, "_BLOCK", 512), MetricsLog(path, resume_step=50):
+        pass
+    assert path.read_bytes() == b"#" * 100 + kept[100:]
+    assert path.stat().st_ino == file
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_record_without_layers_keeps_what_sums_them_up(tmp_path):
+    whole = step_record(4, balance={"topk_margin": [0.1, 0.2]}, z_losses=[2.0, 3.0], routes=8)
+    short = whole.without_layers()
+    layers = {"expert_counts", "imbalance", "honesty", "entropy_deficit", "dead_experts"}
+    layers |= {"balance", "z_losses"}
+    before, after = dataclasses.asdict(whole), dataclasses.asdict(short)
+    assert {name for name, value in before.items() if after[name] != value} == layers
+    assert not any(after[name] for name in layers)
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write(short)
+    assert read_metrics(log.path) == [short]
 
 
 def test_a_header_goes_with_its_steps(tmp_path):

@@ -172,6 +172,24 @@ def test_mxfp8_experts_pack_by_their_recipe():
     assert [each.recipe.saved for each in experts] == ["mxfp8"] * 3
 
 
+def test_recomputed_mxfp8_experts_pack_nothing():
+    words = ("precision.mxfp8=experts", "recompute.kind=blocks", "recompute.layers=1,3")
+    part = _assembly(*PACKED, *words).stages[0].part
+    saved = {
+        name.split(".")[1]: each.recipe.saved
+        for name, each in part.named_modules()
+        if isinstance(each, MXExperts)
+    }
+    assert saved == {"1": "high", "2": "mxfp8", "3": "high"}
+    # The last layer's gradients come before any packing, so they are bitwise those without.
+    plain = _run("precision.mxfp8=experts", *words[1:])[1]
+    packed = _run(*PACKED, *words)[1]
+    for name, gradient in plain.items():
+        if name.startswith("layers.3."):
+            assert torch.equal(packed[name], gradient), name
+    assert not all(torch.equal(packed[name], each) for name, each in plain.items())
+
+
 def test_recomputed_layers_hold_no_buffers_between_their_forwards():
     def live(*settings: str) -> int:
         config = apply_overrides(nano(), ["batch.accumulation=2", *settings]).for_world(1)

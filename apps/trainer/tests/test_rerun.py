@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from olmo_ep_comm import LocalDispatcher
+from olmo_ep_comm import Dispatched, LocalDispatcher
 from olmo_trainer import dispatcher as dispatcher_module
 from olmo_trainer import loop
 from olmo_trainer.cli import main
@@ -46,7 +46,10 @@ class Step:
         self.statistics.zero()
         self.statistics._counts_LE[0] += 25
         missing = max(1 - self.dispatcher.factor / self.need, 0.0)
-        self.statistics.add_dropped(torch.tensor(round(100 * missing)))
+        dropped = torch.tensor(round(100 * missing))
+        nothing = torch.zeros(4, dtype=torch.int32)
+        sent = Dispatched(torch.zeros(0, 32), torch.zeros(0), nothing, dropped, None)
+        self.statistics.add_dispatched(1, sent, local_experts=range(4))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from olmo_trainer.device_peaks import peak_flops
 from olmo_trainer.memory import KINDS, measure_memory
 from olmo_trainer.mesh import create_mesh
 from olmo_trainer.metrics import HeldoutRecord, RanksRecord, RunHeader, StepRecord, read_metrics
+from olmo_trainer.open_data import open_data
 from olmo_trainer.phases import PHASES, PhaseClock
-from olmo_trainer.sizes import count_flops, count_parameters
+from olmo_trainer.sizes import count_flops, count_parameters, count_weight_flops
 from rich.console import Console
 from torch import nn
 
@@ -128,6 +129,34 @@ def test_a_run_writes_it_all_down(make_config, monkeypatch):
     header = next(each for each in records if isinstance(each, RunHeader))
     assert header.info["bytes_per_token"] == 1.0
     assert header.info["peak_flops"] == 1e12
+
+
+def test_documents_apart_count_the_positions_that_a_token_sees(make_config, monkeypatch):
+    """By hand, from the tokens: each document of a sequence, of all microbatches, once."""
+    monkeypatch.setattr(loop, "peak_flops", lambda name: 1e12)
+    settings = ("steps=2", "batch.accumulation=2", "precision.parameters=bf16")
+    window = ("model.attention.window=7", "model.attention.full_every=2")
+    config = make_config(*settings, *window, "data.attend=document", "data.sequence_length=512")
+    steps = [each for each in _train(config) if isinstance(each, StepRecord)]
+    data, model = open_data(config), config.model
+    query = model.attention.num_heads * model.attention.head_dim
+    for step in steps:
+        pairs = 0.0
+        batch = data.global_batch(step.step - 1)
+        for tokens, mask in zip(batch.tokens_BS.tolist(), batch.mask_BS.tolist(), strict=True):
+            lengths = [0]
+            for token, is_real in zip(tokens, mask, strict=True):
+                lengths += [0] * (token == 256)  # an end begins the next document
+                lengths[-1] += is_real
+            for length in lengths:
+                wide = min(7, length)
+                # Two layers see all, two a window; halves of squares, as the report counts.
+                pairs += 2 * length**2 / 2 + 2 * (wide * length - wide**2 / 2)
+        expected = count_weight_flops(model) * step.tokens + 12 * query * pairs
+        assert step.flops_per_second * step.seconds == pytest.approx(expected, rel=1e-9)
+        most = count_flops(model, 512) * step.tokens
+        assert step.flops_per_second * step.seconds < most
+        assert step.model_flops_utilization == pytest.approx(step.flops_per_second / 1e12)
 
 
 def test_what_is_unknown_says_so(make_config):

@@ -1,7 +1,7 @@
 """Configuration and mesh to the parts of a run: model, dispatcher, reducer, optimizer, executor."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from olmo_distopt import (
     ShardedAdamW,
     ShardedMuon,
 )
-from olmo_ep_comm import Dispatcher
+from olmo_ep_comm import Dispatched, Dispatcher
 from olmo_experts_gemm import Experts
 from olmo_mxfp8 import MXExperts, MXLinear, MXPacker, MXRecipe
 from olmo_pipeline import PipelineExecutor
@@ -107,17 +107,17 @@ def build_part(
     dispatcher: Dispatcher | None,
     *,
     num_expert_ranks: int,
-    count_dropped: Callable[[torch.Tensor], None] | None = None,
+    count_dispatched: Callable[[int, Dispatched], None] | None = None,
     exchange: ContextExchange | None = None,
     regions: Regions = EAGER,
 ) -> Transformer:
     """Return layers `layers` of the model on the CPU in FP32, not yet initialised.
 
-    `count_dropped` is told how many routes found no room: see `MoE`. `regions` are the dense
-    stretches, of `build_regions` or as they stand.
+    `count_dispatched` is told a layer's index and what was dispatched: see `MoE`. `regions` are the
+    dense stretches, of `build_regions` or as they stand.
     """
     model, moe, mxfp8 = config.model, config.model.moe, config.precision.mxfp8
-    recipe = MXRecipe(**config.precision.recipe.model_dump(), saved=config.precision.saved)
+    recipe = MXRecipe(**config.precision.recipe.model_dump())
 
     def quantise(layer: nn.Module, *names: str) -> None:
         for name in names:
@@ -157,9 +157,10 @@ def build_part(
             ),
         )
         sizes = (moe.num_experts // num_expert_ranks, model.d_model, moe.expert_hidden)
-        experts = MXExperts(*sizes, recipe=recipe) if "experts" in mxfp8 else Experts(*sizes)
-        # What a recomputed block packed would be kept beside its input, and save nothing.
+        # A recomputed block keeps its input alone: packing would round what is used at once.
         packs = config.precision.saved == "mxfp8" and index not in config.recomputed_layers
+        own = replace(recipe, saved="mxfp8" if packs else "high")
+        experts = MXExperts(*sizes, recipe=own) if "experts" in mxfp8 else Experts(*sizes)
         return MoE(
             router,
             dispatcher,
@@ -167,7 +168,9 @@ def build_part(
             shared(),
             pack=MXPacker() if packs else None,  # pyright: ignore[reportArgumentType] - it unpacks what it packed
             recompute_experts=isinstance(config.recompute, ExpertsRecompute),
-            count_dropped=count_dropped,
+            count_dispatched=(
+                None if count_dispatched is None else partial(count_dispatched, index)
+            ),
             regions=regions,
         )
 
@@ -280,7 +283,9 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
             parts[index],
             dispatcher,
             num_expert_ranks=mesh.num_expert,
-            count_dropped=statistics.add_dropped,
+            count_dispatched=partial(
+                statistics.add_dispatched, local_experts=dispatcher.local_experts
+            ),
             exchange=exchange,
             regions=regions,
         )

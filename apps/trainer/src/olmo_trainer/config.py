@@ -174,6 +174,9 @@ class RunConfig(Config):
 
     folder: str | None = Field(default=None, min_length=1, description="none = runs/NAME/DATE-TIME")
     log_every: int = Field(default=20, ge=1)
+    layers_every: int = Field(
+        default=1, ge=1, description="steps between two that write the numbers of each layer"
+    )
     heldout_every: int = Field(default=100, ge=0, description="0 = only at the end")
     heldout_sequences: int = Field(
         default=128, ge=1, description="most sequences in one evaluation"
@@ -188,6 +191,11 @@ class RunConfig(Config):
         default=0, ge=0, description="steps whose checkpoints are kept beside them; 0 = none"
     )
     sample_bytes: int = Field(default=300, ge=0, description="continuation at the end, 0 = none")
+    sample_parameters: int = Field(
+        default=100_000_000,
+        ge=1,
+        description="most of a model that the end samples from: one CPU holds it in FP32",
+    )
     trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], SplitWords] = Field(
         default=(), description="where the numbers of metrics.jsonl are sent too"
     )

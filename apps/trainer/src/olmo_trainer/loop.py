@@ -8,6 +8,8 @@ import math
 import platform
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +35,7 @@ from olmo_trainer.config import TrainerConfig
 from olmo_trainer.data import Batch, ByteTokenizer, TrainData
 from olmo_trainer.device_peaks import peak_flops
 from olmo_trainer.dispatcher import check_installed
+from olmo_trainer.end_of_run import conclude
 from olmo_trainer.launch import check_kernels, launched, pick_device
 from olmo_trainer.learning_rate import learning_rate
 from olmo_trainer.memory import measure_memory
@@ -51,7 +54,12 @@ from olmo_trainer.progress import Progress
 from olmo_trainer.rank_times import RankTimes, slow_rank
 from olmo_trainer.rerun import DroppedError, Reruns
 from olmo_trainer.run_folder import claim_folder, prepare_folder
-from olmo_trainer.sizes import count_flops, count_parameters
+from olmo_trainer.sizes import (
+    count_attention_flops,
+    count_flops,
+    count_parameters,
+    count_weight_flops,
+)
 from olmo_trainer.step import NonFiniteError, accumulate_gradients, heldout_loss, update
 from olmo_trainer.step_reader import StepReader
 from olmo_trainer.stop_requests import STOP, stop_requests
@@ -61,7 +69,10 @@ from olmo_trainer.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
+    """How a run ended.
+
+    `report` is `None` after a stop, on other ranks than the main one, and where it failed.
+    """
 
     step: int
     finished: bool
@@ -181,7 +192,11 @@ class _Run:
         self.peak = peak_flops(self.versions["device"]) if is_bf16 else None
         self.reader = StepReader(
             self.assembly,
-            flops_per_token=count_flops(config.model, config.data.sequence_length),
+            flops_per_token=(
+                count_weight_flops(config.model)  # and what documents there are
+                if config.data.attend == "document"
+                else count_flops(config.model, config.data.sequence_length)
+            ),
             peak=self.peak,
         )
 
@@ -201,7 +216,9 @@ class _Run:
                     self.tracking = stack.enter_context(self._open_trackers(first))
                 step, heldout, saved = self._train_steps(first)
             self.watchdog.beat(step, "end")
-            report = self._conclude(heldout, saved) if self.mesh.is_main else None
+            report = None
+            if self.mesh.is_main and step == self.config.steps:
+                report = self._conclude(heldout, saved)
             self.mesh.barrier()
         return Outcome(
             step=step,
@@ -237,7 +254,8 @@ class _Run:
                     self.watchdog.beat(step, "save")
                     saved, heldout = self.saver.save_now(step), self._hold_out(step)
                     progress.update(replace(record, heldout_loss=heldout))
-                    progress.say(f"stopped after step {step}, as asked")
+                    # Nor the time of a sample or of a report, which anyone can ask for later.
+                    progress.say(f"stopped after step {step}, as asked\ncheckpoint {saved}")
                     return step, heldout, saved
                 if step == num_steps or _due(step, run.heldout_every):
                     record = replace(record, heldout_loss=self._hold_out(step))
@@ -260,10 +278,15 @@ class _Run:
         raise AssertionError(f"no step to run after step {first} of {num_steps}")
 
     def _write(self, record: Record) -> None:
+        if isinstance(record, StepRecord) and not self._writes_layers(record.step):
+            record = record.without_layers()
         if self.log is not None:
             self.log.write(record)
         if self.tracking is not None:
             self.tracking.write(record)
+
+    def _writes_layers(self, step: int) -> bool:
+        return step in (1, self.config.steps) or _due(step, self.config.run.layers_every)
 
     def _open_trackers(self, first: int) -> Tracking:
         return Tracking(
@@ -279,15 +302,16 @@ class _Run:
         """Launch step `step`, from 1: on a GPU without waiting for it, unless a dispatcher must."""
         assembly, mesh, config = self.assembly, self.mesh, self.config
         self.clock.begin(step)
+        whole = self.data.microbatches(
+            step - 1,
+            num_replicas=mesh.num_data,
+            replica=mesh.data,
+            accumulation=config.batch.accumulation,
+        )
         batches = [
-            batch.context_part(mesh.context, mesh.num_context).to(mesh.device)
-            for batch in self.data.microbatches(
-                step - 1,
-                num_replicas=mesh.num_data,
-                replica=mesh.data,
-                accumulation=config.batch.accumulation,
-            )
+            batch.context_part(mesh.context, mesh.num_context).to(mesh.device) for batch in whole
         ]
+        tells = mesh.context == 0 and mesh.pipeline == 0  # other ranks there read the same
         rate = learning_rate(config, step - 1)
         try:
             accumulate_gradients(
@@ -295,6 +319,7 @@ class _Run:
                 batches,
                 stop=stop.is_set() or (mesh.is_main and (self.folder / STOP).exists()),
                 save_failed=self.saver.failed,
+                attention_flops=self._attention_flops(whole) if tells else 0.0,
                 enter=self.clock.enter,
             )
             self.clock.enter("step")
@@ -304,6 +329,12 @@ class _Run:
                 self._write(self.reader.read().record)
             raise
         self.reader.take(step, rate, updated, self.clock)
+
+    def _attention_flops(self, batches: Sequence[Batch]) -> float:
+        """Return the operations of attention within these documents; 0 where all is one text."""
+        lengths = Counter(length for batch in batches for length in batch.document_lengths)
+        model = self.config.model
+        return sum(count_attention_flops(model, each) * n for each, n in lengths.items())
 
     def _read_steps(self, step: int, progress: Progress) -> tuple[StepRecord | None, _Asked]:
         """Read the steps that are due after step `step` was launched, and write down all before it.
@@ -414,10 +445,7 @@ class _Run:
                 soft_wrap=True,
             )
 
-    def _conclude(self, heldout: float, saved: Path) -> Path:
-        # matplotlib takes a second to import: only the rank that draws pays it, at the end.
-        from olmo_trainer.end_of_run import conclude
-
+    def _conclude(self, heldout: float, saved: Path) -> Path | None:
         return conclude(self.config, self.folder, saved, heldout, self.console)
 
     def _header(self) -> dict[str, object]:

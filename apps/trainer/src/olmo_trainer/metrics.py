@@ -27,13 +27,14 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 METRICS = "metrics.jsonl"  # in a run's folder
 _PER_LAYER = ("expert_counts", "imbalance", "honesty", "entropy_deficit", "dead_experts")
+_BLOCK = 2**20  # bytes that are read at once from the end
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -41,7 +42,8 @@ _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class StepRecord:
     """One optimizer step of the whole run (all ranks, all microbatches), as plain numbers.
 
-    The five lists hold one entry per MoE layer, in depth order; they are empty in a dense model.
+    Lists of layers hold one entry per MoE layer, in depth order. All of them are empty in a dense
+    model, and in a step that wrote none (`without_layers`).
 
     Attributes:
         step: Number of the step, from 1.
@@ -70,12 +72,13 @@ class StepRecord:
             number but `seconds` and `phase_seconds` is of its last run.
         capacity_factor: Of the dispatcher in the last run; None where no step may run again.
         over_capacity: 1 when the step was taken although it dropped too many routes, else 0.
-        balance: The numbers of olmo_routing's `measure_balance` but of drops (see `dropped`), by
-            name: a list of one entry per MoE layer. `gerrymandered` is 0 or 1.
+        balance: The numbers of olmo_routing's `measure_balance` but `tokens_with_drops`, by name: a
+            list of one entry per MoE layer. `gerrymandered` is 0 or 1.
         z_losses: Router z-loss of each MoE layer.
         phase_seconds: Seconds of the main rank in each phase of the step (`phases.py`).
         flops_per_second: Useful operations a second of all devices together: no recompute, no
             padding. None in a log of before it was measured.
+        routes: Routes requested in all layers; None in a log of before it was written.
         model_flops_utilization: Of one device, over its dense BF16 peak; None where that is not
             known, or parameters are FP32.
 
@@ -112,6 +115,7 @@ class StepRecord:
     z_losses: list[float] = field(default_factory=list)
     phase_seconds: dict[str, float] = field(default_factory=dict)
     flops_per_second: float | None = None
+    routes: int | None = None
     model_flops_utilization: float | None = None
 
     def __post_init__(self) -> None:
@@ -126,6 +130,11 @@ class StepRecord:
                 + ", ".join(f"`{name}` {length}" for name, length in lengths.items())
                 + "."
             )
+
+    def without_layers(self) -> StepRecord:
+        """Return the record without what it says of each layer; what sums them up stays."""
+        nothing: dict[str, Any] = {name: [] for name in (*_PER_LAYER, "z_losses")}
+        return replace(self, **nothing, balance={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,10 +211,10 @@ _NAMES = {form: kind for kind, form in _KINDS.items()}
 class MetricsLog:
     """Appends records to a JSON Lines file; only one process of a run opens one.
 
-    Opening settles what the past was. The lines of steps after `resume_step` are removed, with the
+    Opening settles what the past was. The lines of steps after `resume_step` are cut off, with the
     headers of the processes that made only such lines, because a resumed run will live these steps
-    again; so the file always tells one history. The rest is kept byte for byte, and the old file
-    stands until the shortened one is whole.
+    again; so the file always tells one history. They are at its end: it is read backwards as far as
+    they go, and what is before them is neither read nor written, however long the run is.
 
     Args:
         path: The file; its folder is made when missing.
@@ -213,8 +222,8 @@ class MetricsLog:
             new history: as with `open(path, "w")`, nothing of an older file is kept.
 
     Raises:
-        ValueError: `resume_step` is negative, or a kept line other than a torn last one is not a
-            record; the file is left as it was.
+        ValueError: `resume_step` is negative, or a line that was read, other than a torn last one,
+            is not a record; the file is left as it was.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, resume_step: int = 0) -> None:
@@ -222,13 +231,12 @@ class MetricsLog:
             raise ValueError(f"`resume_step` must be at least 0, got {resume_step}.")
         self.path = Path(path)
         self._last_step = resume_step
-        kept: list[str] = []
-        if resume_step and self.path.exists():
-            kept = [text for text, record in _history(self.path) if _happened(record, resume_step)]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text("".join(text + "\n" for text in kept), encoding="utf-8", newline="\n")
-        os.replace(partial, self.path)
+        with self.path.open("ab+") as file:
+            end, is_whole = _end_of_history(file, resume_step) if resume_step else (0, True)
+            file.truncate(end)
+            if not is_whole:
+                file.write(b"\n")
         self._file = self.path.open("a", encoding="utf-8", newline="\n")
 
     def write(self, record: Record) -> None:
@@ -274,7 +282,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Record]:
         ValueError: A line before the last, or a whole last line, is not a record; the message
             names the file and the line.
     """
-    return [record for _, record in _history(Path(path))]
+    return list(iterate_metrics(path))
 
 
 def record_from_dict(values: Mapping[str, Any]) -> Record:
@@ -312,27 +320,71 @@ def bits_per_byte(loss: float, *, bytes_per_token: float = 1.0) -> float:
     return loss / (math.log(2.0) * bytes_per_token)
 
 
-def _history(path: Path) -> Iterator[tuple[str, Record]]:
-    """Yield each whole line with its record; skip a last line without an end that is no JSON."""
-    lines = path.read_bytes().split(b"\n")
-    for index, raw in enumerate(lines):
-        last = index == len(lines) - 1
-        if last and not raw:
-            return
+def iterate_metrics(path: str | os.PathLike[str]) -> Iterator[Record]:
+    """Yield what `read_metrics` returns, a record at a time: the file need not fit into memory."""
+    path = Path(path)
+    with path.open("rb") as file:
+        for index, line in enumerate(file):
+            try:
+                record = _record_of(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {index + 1} {error}") from error
+            if record is not None:
+                yield record
+
+
+def _record_of(line: bytes) -> Record | None:
+    """Return the record of a line, `None` for what was cut off in it: a last line, without an end.
+
+    Raises:
+        ValueError: It is no record.
+    """
+    try:
+        values = json.loads(line.decode("utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("not a JSON object")
+    except ValueError as error:
+        if not line.endswith(b"\n"):
+            return None
+        raise ValueError(f"is not a record: {error}") from error
+    try:
+        return record_from_dict(values)
+    except ValueError as error:
+        raise ValueError(f"is not a record: {error}") from error
+
+
+def _end_of_history(file: BinaryIO, resume_step: int) -> tuple[int, bool]:
+    """Return where the lines of the first `resume_step` steps end, and whether with a line's end.
+
+    Raises:
+        ValueError: A line after them, or the last of them, is no record.
+    """
+    for start, line in _lines_backwards(file):
         try:
-            text = raw.decode("utf-8")
-            values = json.loads(text)
-            if not isinstance(values, dict):
-                raise ValueError("not a JSON object")
+            record = _record_of(line)
         except ValueError as error:
-            if last:
-                return
-            raise ValueError(f"{path}, line {index + 1} is not a record: {error}") from error
-        try:
-            record = record_from_dict(values)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {index + 1}: {error}") from error
-        yield text, record
+            file.seek(0)
+            number = 1 + sum(1 for _ in iter(file.readline, b"") if file.tell() <= start)
+            raise ValueError(f"{file.name}, line {number} {error}") from error
+        if record is not None and _happened(record, resume_step):
+            return start + len(line), line.endswith(b"\n")
+    return 0, True
+
+
+def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield each line, the last first, with the place where it begins."""
+    start, rest = file.seek(0, os.SEEK_END), b""  # `rest` begins at `start`, in a line or before it
+    while start:
+        size = min(_BLOCK, start)
+        start = file.seek(start - size)
+        *whole, torn = (file.read(size) + rest).split(b"\n")
+        lines = [each + b"\n" for each in whole] + [torn] * bool(torn)
+        rest, place = lines[0], start + sum(map(len, lines))
+        for line in reversed(lines[1:]):
+            place -= len(line)
+            yield place, line
+    if rest:
+        yield 0, rest
 
 
 def _happened(record: Record, resume_step: int) -> bool:

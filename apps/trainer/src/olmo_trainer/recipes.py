@@ -89,7 +89,7 @@ def olmoe_1b_7b() -> TrainerConfig:
         optimizer=AdamWConfig(learning_rate=4e-4),
         schedule=CosineSchedule(warmup_steps=2500),
         layout=LayoutConfig(expert=8),
-        run=RunConfig(save_every=1000, heldout_every=1000),
+        run=RunConfig(save_every=1000, heldout_every=1000, sample_bytes=0, layers_every=10),
     )
 
 

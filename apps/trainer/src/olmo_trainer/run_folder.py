@@ -9,6 +9,7 @@ from olmo_trainer.config import TrainerConfig
 from olmo_trainer.metrics import METRICS
 
 RUNS = Path("runs")
+SAMPLE = "sample.txt"  # what the trained model wrote, beside the metrics
 
 
 def prepare_folder(

@@ -80,19 +80,38 @@ def count_flops(model: ModelConfig, sequence_length: int) -> float:
     The report's accounting (section 14): 6 for each weight that a token meets in a product, and
     `12 * query width * positions seen` for attention, of which a position sees half of what is
     before it in the mean, or its window. The embedding's look-up, norms, recompute, padding and
-    inactive experts count nothing.
+    inactive experts count nothing. Where attention is kept within documents, this is the most that
+    a token can cost: `count_weight_flops` and `count_attention_flops` tell what it does.
     """
-    D, attention, moe, S = model.d_model, model.attention, model.moe, sequence_length
+    return (
+        count_weight_flops(model) + count_attention_flops(model, sequence_length) / sequence_length
+    )
+
+
+def count_attention_flops(model: ModelConfig, length: int) -> float:
+    """Return the operations of attention's mixing over one text of `length` positions.
+
+    Of the causal pairs half of `length ** 2`, as the report counts, or those within windows.
+    """
+    query = model.attention.num_heads * model.attention.head_dim
+    total = 0.0
+    for layer in range(model.num_layers):
+        window = min(model.attention.window_of(layer) or length, length)
+        total += 12 * query * (window * length - window * window / 2)
+    return total
+
+
+def count_weight_flops(model: ModelConfig) -> float:
+    """Return the operations of a token in products with weights, forward and backward."""
+    D, attention, moe = model.d_model, model.attention, model.moe
     query = attention.num_heads * attention.head_dim
     keys = attention.num_kv_heads * attention.head_dim
     routed = D * moe.num_experts + 3 * D * (moe.top_k * moe.expert_hidden + moe.shared_hidden)
     total = 6.0 * D * model.vocab_size
     for layer in range(model.num_layers):
-        window = min(attention.window_of(layer) or S, S)
-        seen_twice = 2 * window - window * window / S  # twice the mean; S when all is seen
         weights = 2 * D * (query + keys)
         weights += routed if layer in model.moe_layers else 3 * D * model.dense_hidden
-        total += 6 * weights + 6 * query * seen_twice
+        total += 6 * weights
     return total
 
 

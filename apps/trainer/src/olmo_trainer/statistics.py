@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from olmo_ep_comm import Dispatched
 from olmo_routing import BalanceReport, LoadReport, Routing, measure_balance, measure_load
 
 from olmo_trainer.config import ModelConfig
@@ -21,13 +22,16 @@ _OF_THE_STEP = (
     "head_z_loss",
     "dropped",  # routes that found no room
     "failed_saves",
+    "attention_flops",  # where documents are apart
 )
-# Not known of a layer: a dispatcher says how many routes it dropped, not which.
-_OF_DROPS = ("dropped_routes", "tokens_with_drops", "dropped_weight")
-OF_THE_LOAD = tuple(name for name in LoadReport.names() if name not in _OF_DROPS)
-# What a layer's sums of counts and scores do not tell: means over tokens, added as shares.
+# Kept rows are counted where they arrive, and nobody there knows which routes a token lost.
+_UNKNOWN = ("tokens_with_drops",)
+_OF_THE_WEIGHTS = ("dropped_weight",)
+# What a layer's sums of counts, scores and weights do not tell: means over tokens, added as shares.
 OF_THE_TOKENS = tuple(
-    name for name in BalanceReport.names() if name not in (*LoadReport.names(), *_OF_DROPS)
+    name
+    for name in BalanceReport.names()
+    if name not in (*LoadReport.names(), *_UNKNOWN, *_OF_THE_WEIGHTS)
 )
 
 
@@ -42,7 +46,7 @@ class LayerBalance:
     entropy_deficit: float
     dead_experts: int
     honesty: float
-    report: dict[str, float]  # the numbers of `measure_balance` but of drops, these included
+    report: dict[str, float]  # of `measure_balance`, these included; not `tokens_with_drops`
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class StepTotals:
     head_z_loss: float
     dropped: int
     save_failed: bool
+    attention_flops: float
 
 
 class StepSums:
@@ -75,8 +80,10 @@ class StepSums:
         rows = vector[len(_OF_THE_STEP) :].view(len(self.moe_layers), _num_columns(model))
         self._counts_LE = rows[:, :E]
         self._mass_LE = rows[:, E : 2 * E]
-        self._losses_L2 = rows[:, 2 * E : 2 * E + 2]  # balance loss and z-loss
-        self._of_the_tokens_LM = rows[:, 2 * E + 2 :]
+        self._kept_LE = rows[:, 2 * E : 3 * E]  # routes that found room
+        self._weights_L2 = rows[:, 3 * E : 3 * E + 2]  # combine weights: requested and kept
+        self._losses_L2 = rows[:, 3 * E + 2 : 3 * E + 4]  # balance loss and z-loss
+        self._of_the_tokens_LM = rows[:, 3 * E + 4 :]
 
     @property
     def loss(self) -> torch.Tensor:
@@ -112,13 +119,16 @@ class StepSums:
             head_z_loss=sums["head_z_loss"],
             dropped=round(sums["dropped"]),
             save_failed=sums["failed_saves"] > 0,
+            attention_flops=sums["attention_flops"],
         )
 
     def layers(self, *, num_ranks: int = 1) -> list[LayerBalance]:
         """Return how each routed layer used its experts, which `num_ranks` ranks share out."""
         reports = [
-            measure_load(counts, mass, num_ranks=num_ranks)
-            for counts, mass in zip(self._counts_LE.cpu(), self._mass_LE.cpu(), strict=True)
+            measure_load(counts, mass, kept_counts_E=kept, num_ranks=num_ranks)
+            for counts, mass, kept in zip(
+                *(self._counts_LE.cpu(), self._mass_LE.cpu(), self._kept_LE.cpu()), strict=True
+            )
         ]
         return [
             LayerBalance(
@@ -130,12 +140,15 @@ class StepSums:
                 dead_experts=int(report.dead_experts),
                 honesty=report.honesty.item(),
                 report={
-                    **{name: float(getattr(report, name)) for name in OF_THE_LOAD},
+                    **{name: float(getattr(report, name)) for name in LoadReport.names()},
+                    # Sums in another order differ by rounding, also where nothing is missing.
+                    "dropped_weight": 1 - kept / requested if report.dropped_routes > 0 else 0.0,
                     **dict(zip(OF_THE_TOKENS, of_the_tokens, strict=True)),
                 },
             )
-            for counts, (balance_loss, z_loss), of_the_tokens, report in zip(
+            for counts, (requested, kept), (balance_loss, z_loss), of_the_tokens, report in zip(
                 self._counts_LE.tolist(),
+                self._weights_L2.tolist(),
                 self._losses_L2.tolist(),
                 self._of_the_tokens_LM.tolist(),
                 reports,
@@ -163,9 +176,20 @@ class StepStatistics(StepSums):
         """Add a microbatch's share of the head's mean z-loss, before its coefficient."""
         self._of_the_step["head_z_loss"] += loss.detach()
 
-    def add_dropped(self, num_routes: torch.Tensor) -> None:
-        """Add a layer's routes that found no room at their experts' rank."""
-        self._of_the_step["dropped"] += num_routes
+    def add_dispatched(self, layer: int, sent: Dispatched, *, local_experts: range) -> None:
+        """Add a microbatch's rows of the experts held here, and the routes that tokens here lost.
+
+        Waits for nothing. Called outside of what recompute runs twice, as `add_routing`.
+        """
+        row = layer - self.moe_layers.start
+        ends = sent.offsets_E
+        self._of_the_step["dropped"] += sent.num_dropped
+        kept = torch.diff(ends, prepend=ends.new_zeros(1))
+        self._kept_LE[row, local_experts.start : local_experts.stop] += kept
+        weights_R = sent.row_weights_R.detach()
+        is_row_R = torch.arange(len(weights_R), device=ends.device) < ends[-1]
+        # What lies behind the rows is undefined, and may be NaN.
+        self._weights_L2[row, 1] += torch.where(is_row_R, weights_R, 0.0).double().sum()
 
     def add_auxiliary(self, loss: torch.Tensor) -> None:
         """Add a microbatch's share of the weighted auxiliary losses."""
@@ -178,6 +202,10 @@ class StepStatistics(StepSums):
     def report_failed_save(self) -> None:
         """Tell every rank that a save in the background came to nothing."""
         self._of_the_step["failed_saves"] += 1.0
+
+    def add_attention(self, flops: float) -> None:
+        """Add the useful operations of attention in documents, of which one rank is to tell."""
+        self._of_the_step["attention_flops"] += flops
 
     def add_routing(
         self,
@@ -197,6 +225,9 @@ class StepStatistics(StepSums):
         scores = scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
         self._counts_LE[row] += routing.counts_E
         self._mass_LE[row] += (scores * mask_T[:, None]).sum(0)
+        is_route_TK = routing.expert_ids_TK >= 0
+        weights_TK = routing.weights_TK.detach()
+        self._weights_L2[row, 0] += torch.where(is_route_TK, weights_TK, 0.0).double().sum()
         self._losses_L2[row] += torch.stack((balance_share.detach(), z_share.detach()))
         report = measure_balance(
             routing.scores_TE.detach(),
@@ -213,4 +244,4 @@ def num_sums(model: ModelConfig) -> int:
 
 
 def _num_columns(model: ModelConfig) -> int:
-    return 2 * model.moe.num_experts + 2 + len(OF_THE_TOKENS)
+    return 3 * model.moe.num_experts + 4 + len(OF_THE_TOKENS)

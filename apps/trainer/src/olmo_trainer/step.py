@@ -55,6 +55,7 @@ def accumulate_gradients(
     loss_scale: float = 1.0,
     stop: bool = False,
     save_failed: bool = False,
+    attention_flops: float = 0.0,
     enter: Callable[[str], None] = lambda phase: None,
 ) -> None:
     """Run this rank's microbatches; leave the reduced gradients in `main_grad`.
@@ -68,6 +69,7 @@ def accumulate_gradients(
         loss_scale: 0 leaves the gradient of the auxiliary losses alone.
         stop: This rank asks all ranks to stop after the step.
         save_failed: This rank knows that the save in the background came to nothing.
+        attention_flops: Useful operations of attention in documents that this rank tells of.
         enter: Is told each phase that begins (`phases.py`).
 
     Raises:
@@ -86,6 +88,8 @@ def accumulate_gradients(
             assembly.statistics.request_stop()
         if save_failed:
             assembly.statistics.report_failed_save()
+        if attention_flops:
+            assembly.statistics.add_attention(attention_flops)
         assembly.reducer.zero()
         assembly.executor.run(
             microbatches, activation_shape=lambda each: (*each.batch.tokens_BS.shape, width)

@@ -54,7 +54,7 @@ class StepReader:
 
     Args:
         assembly: This rank's parts.
-        flops_per_token: Useful operations.
+        flops_per_token: Useful operations, but those of attention that a step counts itself.
         peak: Operations a second that one device can do at best; `None` = not known.
     """
 
@@ -105,7 +105,7 @@ class StepReader:
         totals = sums.totals()
         phases = pending.marks.seconds()
         seconds = sum(phases.values())
-        flops = totals.tokens * self._flops_per_token / seconds
+        flops = (totals.tokens * self._flops_per_token + totals.attention_flops) / seconds
         world = self._assembly.mesh.world
         record = StepRecord(
             step=pending.step,
@@ -136,6 +136,7 @@ def _of_layers(layers: Sequence[LayerBalance]) -> dict[str, Any]:
     return {
         "balance_loss": _mean([layer.balance_loss for layer in layers]),
         "z_loss": _mean([layer.z_loss for layer in layers]),
+        "routes": sum(sum(layer.counts) for layer in layers),
         "worst_imbalance": max((layer.imbalance for layer in layers), default=None),
         "expert_counts": [layer.counts for layer in layers],
         "imbalance": [layer.imbalance for layer in layers],

@@ -46,12 +46,15 @@ class Batch:
         documents_BS: int32, the number of the token's document in its sequence, from 0 or 1,
             never falling; padding has numbers of its own. `None` = attend to the whole sequence.
             Of the whole sequence where `context_part` has cut the others.
+        document_lengths: Of the documents in it, their tokens that have a target, in any order.
+            Stays behind with the host: what `context_part` and `to` return has none.
     """
 
     tokens_BS: Tensor
     targets_BS: Tensor
     mask_BS: Tensor
     documents_BS: Tensor | None = None
+    document_lengths: tuple[int, ...] = ()
 
     @classmethod
     def gather(
@@ -75,14 +78,14 @@ class Batch:
             repetitive_B = repeats.repetitive(inputs, mask)
             inputs[repetitive_B], mask[repetitive_B] = dataset.pad_id, False
         targets = np.where(mask, targets, IGNORE_INDEX)
-        documents = None
-        if separate_documents:
-            documents = torch.from_numpy(
-                np.cumsum(inputs == dataset.pad_id, axis=1, dtype=np.int32)
-            )
-        return cls(
-            torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(mask), documents
-        )
+        columns = [torch.from_numpy(each) for each in (inputs, targets, mask)]
+        if not separate_documents:
+            return cls(*columns)
+        documents = np.cumsum(inputs == dataset.pad_id, axis=1, dtype=np.int32)
+        # Numbers that differ between sequences too; padding counts nowhere.
+        numbers = documents + np.arange(len(documents))[:, None] * (inputs.shape[1] + 1)
+        lengths = np.unique(numbers[mask], return_counts=True)[1]
+        return cls(*columns, torch.from_numpy(documents), tuple(lengths.tolist()))
 
     def context_part(self, part: int, num_parts: int) -> "Batch":
         """Return the positions of one context rank: equal parts of each sequence, in order.

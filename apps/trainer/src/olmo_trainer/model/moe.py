@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from olmo_ep_comm import Dispatcher
+from olmo_ep_comm import Dispatched, Dispatcher
 from olmo_experts_gemm import Experts, SavedActivationPacker
 from olmo_mxfp8 import MXExperts
 from olmo_routing import Router, Routing
@@ -40,8 +40,8 @@ class MoE(nn.Module):
         shared: The shared expert, or `None`.
         pack: Keeps the activations of `Experts` in another form; `None` = as they are.
         recompute_experts: Keep the experts' rows and compute what is inside them again.
-        count_dropped: Called with the number of routes that found no room (0-d, on the device), in
-            each forward with gradients that is not a recomputed one.
+        count_dispatched: Called with what was dispatched, in each forward with gradients that is
+            not a recomputed one.
         regions: How the shared expert is called.
     """
 
@@ -54,7 +54,7 @@ class MoE(nn.Module):
         *,
         pack: SavedActivationPacker | None = None,
         recompute_experts: bool = False,
-        count_dropped: Callable[[torch.Tensor], None] | None = None,
+        count_dispatched: Callable[[Dispatched], None] | None = None,
         regions: Regions = EAGER,
     ) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class MoE(nn.Module):
         self.shared = shared
         self.pack = pack
         self.recompute_experts = recompute_experts
-        self.count_dropped = count_dropped
+        self.count_dispatched = count_dispatched
 
     def forward(
         self, x_TD: torch.Tensor, mask_T: torch.Tensor, memory: RouteMemory | None = None
@@ -82,8 +82,8 @@ class MoE(nn.Module):
         if memory is not None:
             memory.expert_ids_TK = routing.expert_ids_TK
         sent = self.dispatcher.dispatch(x_TD, routing.expert_ids_TK, routing.weights_TK)
-        if self.count_dropped is not None and torch.is_grad_enabled() and chosen is None:
-            self.count_dropped(sent.num_dropped)
+        if self.count_dispatched is not None and torch.is_grad_enabled() and chosen is None:
+            self.count_dispatched(sent)
         row_weights_R = sent.row_weights_R.to(x_TD.dtype)
         if self.recompute_experts and torch.is_grad_enabled():
             rows_RD = checkpoint(

@@ -84,7 +84,7 @@ def _ends(names: Sequence[str], summaries: Sequence[Mapping[str, Any]], unit: st
 
 def _pictures(runs: Sequence[tuple[str, RunHistory, np.ndarray]], unit: str) -> str:
     def training(axes: Axes, colour: str, history: RunHistory, tokens: np.ndarray) -> None:
-        values = smooth(history.values["loss"], pictures.smoothing_window(history))
+        values = smooth(history.values["loss"], pictures.smoothing_window(history.steps))
         pictures.curve(axes, tokens, values, colour)
 
     def heldout(axes: Axes, colour: str, history: RunHistory, tokens: np.ndarray) -> None:
@@ -98,16 +98,20 @@ def _pictures(runs: Sequence[tuple[str, RunHistory, np.ndarray]], unit: str) -> 
         )
 
     def norm(axes: Axes, colour: str, history: RunHistory, tokens: np.ndarray) -> None:
-        values = smooth(history.values["grad_norm"], pictures.smoothing_window(history))
+        values = smooth(history.values["grad_norm"], pictures.smoothing_window(history.steps))
         pictures.curve(axes, tokens, values, colour)
 
     def speed(axes: Axes, colour: str, history: RunHistory, tokens: np.ndarray) -> None:
-        values = smooth(history.values["tokens_per_second"], pictures.smoothing_window(history))
+        values = smooth(
+            history.values["tokens_per_second"], pictures.smoothing_window(history.steps)
+        )
         pictures.curve(axes, tokens, values, colour)
 
     def imbalance(axes: Axes, colour: str, history: RunHistory, tokens: np.ndarray) -> None:
         if history.names:
-            values = smooth(history.imbalance.max(1), pictures.smoothing_window(history))
+            values = smooth(
+                history.values["worst_imbalance"], pictures.smoothing_window(history.steps)
+            )
             pictures.curve(axes, tokens, values, colour)
 
     drawn: tuple[tuple[str, str, Draw], ...] = (

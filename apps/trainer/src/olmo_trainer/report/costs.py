@@ -19,7 +19,7 @@ def costs_section(history: RunHistory) -> list[str]:
 def _time(history: RunHistory) -> str:
     if not history.phases:
         return ""
-    smoothed = pictures.smoothing_note(history)
+    smoothed = pictures.smoothing_note(history.steps)
     drawn = pictures.picture(
         pictures.draw_phases, "phases", f"Where the time of a step goes{smoothed}.", history
     )
@@ -41,7 +41,7 @@ def _balance(history: RunHistory) -> str:
     if not history.balance:
         return ""
     rows = [
-        [name.replace("_", " "), *map(number, finite_mean(values[history.end]))]
+        [name.replace("_", " "), *map(number, finite_mean(values[history.layer_end]))]
         for name, values in history.balance.items()
     ]
     return (

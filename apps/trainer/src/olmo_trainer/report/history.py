@@ -33,21 +33,25 @@ MAX_LAYERS = 6  # drawn; a table lists them all
 
 @dataclass(frozen=True, slots=True)
 class RunHistory:
-    """The records as arrays: n steps, L MoE layers, E experts a layer; NaN where not finite."""
+    """The records as arrays: n steps, L MoE layers, E experts a layer; NaN where not finite.
+
+    Of the layers there are k steps, those that wrote their numbers.
+    """
 
     steps: np.ndarray  # (n,)
     values: dict[str, np.ndarray]  # each (n,)
-    counts: np.ndarray  # (n, L, E)
-    imbalance: np.ndarray  # (n, L)
-    honesty: np.ndarray  # (n, L)
-    entropy_deficit: np.ndarray  # (n, L)
+    layer_steps: np.ndarray  # (k,)
+    counts: np.ndarray  # (k, L, E)
+    imbalance: np.ndarray  # (k, L)
+    honesty: np.ndarray  # (k, L)
+    entropy_deficit: np.ndarray  # (k, L)
     heldout: np.ndarray  # (m, 2): step, loss
     not_finite: int
     names: list[str]  # of the L layers
     bytes_per_token: float | None = None  # None where a token's bytes are not known
     sources: dict[str, np.ndarray] = field(default_factory=dict)  # (m, 2) each: step, loss
     phases: dict[str, np.ndarray] = field(default_factory=dict)  # seconds, each (n,)
-    balance: dict[str, np.ndarray] = field(default_factory=dict)  # each (n, L)
+    balance: dict[str, np.ndarray] = field(default_factory=dict)  # each (k, L)
     ranks: RanksRecord | None = None  # the last
 
     @property
@@ -58,19 +62,24 @@ class RunHistory:
     @property
     def end(self) -> slice:
         """The last tenth of the steps, at least one: what "at the end" means in the report."""
-        return slice(len(self.steps) - max(1, len(self.steps) // 10), None)
+        return _last_tenth(self.steps)
+
+    @property
+    def layer_end(self) -> slice:
+        """The same of the steps that wrote the numbers of layers."""
+        return _last_tenth(self.layer_steps)
 
     @property
     def drawn(self) -> list[int]:
         """The layers in pictures, in depth order: dead experts first, then the worst load."""
         dead = self.dead_at_end
-        load = np.nan_to_num(finite_mean(self.imbalance[self.end]))
+        load = np.nan_to_num(finite_mean(self.imbalance[self.layer_end]))
         return sorted(np.lexsort((-load, -dead))[:MAX_LAYERS].tolist())
 
     @property
     def dead_at_end(self) -> np.ndarray:
         """Experts a layer that got no route over the last tenth of the steps, (L,)."""
-        return (self.counts[self.end].sum(0) == 0).sum(-1)
+        return (self.counts[self.layer_end].sum(0) == 0).sum(-1)
 
     def pooled_honesty(self, window: int) -> np.ndarray:
         """Honesty over a window of steps, sum cov / sum var; NaN where the load never varied."""
@@ -93,7 +102,8 @@ def gather_history(
     """
     made = [record_from_dict(r) if isinstance(r, Mapping) else r for r in records]
     steps = [record for record in made if isinstance(record, StepRecord)]
-    shapes = {tuple(len(counts) for counts in record.expert_counts) for record in steps}
+    wrote = [record for record in steps if record.expert_counts]
+    shapes = {tuple(len(counts) for counts in record.expert_counts) for record in wrote}
     if len(shapes) > 1 or any(len(set(shape)) > 1 for shape in shapes):
         raise ValueError(
             "All records must have the same MoE layers with the same number of experts, "
@@ -103,7 +113,7 @@ def gather_history(
     if layer_names is None:
         layer_names = [f"MoE layer {layer + 1}" for layer in range(len(shape))]
     names = list(layer_names)
-    if steps and len(names) != len(shape):
+    if wrote and len(names) != len(shape):
         raise ValueError(
             f"`layer_names` must have one name per MoE layer ({len(shape)}), got {len(names)}."
         )
@@ -113,14 +123,15 @@ def gather_history(
     values = {name: np.array([getattr(r, name) for r in steps], float) for name in curves}
     extra = {
         name: _optional([getattr(r, name) for r in steps])
-        for name in ("flops_per_second", "model_flops_utilization", "capacity_factor")
+        for name in (
+            *("flops_per_second", "model_flops_utilization", "capacity_factor"),
+            "worst_imbalance",
+        )
     }
     extra |= {name: np.array([getattr(r, name) for r in steps], float) for name in _COUNTS}
-    extra["dropped_part"] = np.array(
-        [r.dropped / max(sum(map(sum, r.expert_counts)), 1) for r in steps], float
-    )
+    extra["dropped_part"] = np.array([r.dropped / max(_routes(r), 1) for r in steps], float)
     layers = {
-        name: np.array([getattr(r, name) for r in steps], float).reshape(len(steps), len(shape))
+        name: np.array([getattr(r, name) for r in wrote], float).reshape(len(wrote), len(names))
         for name in ("imbalance", "honesty", "entropy_deficit")
     }
     heldout_rows = np.array(sorted(heldout.items()), float).reshape(-1, 2)
@@ -129,8 +140,9 @@ def gather_history(
     return RunHistory(
         steps=np.array([r.step for r in steps], float),
         values={name: _finite(array) for name, array in (values | extra).items()},
-        counts=np.array([r.expert_counts for r in steps], float).reshape(
-            len(steps), len(shape), shape[0] if shape else 0
+        layer_steps=np.array([r.step for r in wrote], float),
+        counts=np.array([r.expert_counts for r in wrote], float).reshape(
+            len(wrote), len(names), shape[0] if shape else 0
         ),
         imbalance=_finite(layers["imbalance"]),
         honesty=_finite(layers["honesty"]),
@@ -138,7 +150,7 @@ def gather_history(
         heldout=_finite(heldout_rows),
         not_finite=int(sum(np.sum(~np.isfinite(array)) for array in arrays)),
         names=names,
-        **_later(made, steps, len(shape)),
+        **_later(made, steps, len(names)),
     )
 
 
@@ -149,7 +161,8 @@ def _later(made: Sequence[Record], steps: Sequence[StepRecord], num_layers: int)
     passes = [record for record in made if isinstance(record, HeldoutRecord)]
     sources = {name for each in passes for name in each.source_losses}
     phases = list(dict.fromkeys(name for each in steps for name in each.phase_seconds))
-    numbers = {name for each in steps for name in each.balance}
+    wrote = [each for each in steps if each.expert_counts]
+    numbers = {name for each in wrote for name in each.balance}
     nothing = [np.nan] * num_layers
     ranks = [record for record in made if isinstance(record, RanksRecord)]
     return {
@@ -168,11 +181,20 @@ def _later(made: Sequence[Record], steps: Sequence[StepRecord], num_layers: int)
             for name in phases
         },
         "balance": {
-            name: _finite(np.array([r.balance.get(name, nothing) for r in steps], float))
+            name: _finite(np.array([r.balance.get(name, nothing) for r in wrote], float))
             for name in sorted(numbers)
         },
         "ranks": ranks[-1] if ranks else None,
     }
+
+
+def _routes(record: StepRecord) -> int:
+    """Return how many routes a step requested; an older log tells it by its layers alone."""
+    return sum(map(sum, record.expert_counts)) if record.routes is None else record.routes
+
+
+def _last_tenth(steps: np.ndarray) -> slice:
+    return slice(max(len(steps) - max(1, len(steps) // 10), 0), None)
 
 
 def _optional(values: Sequence[float | None]) -> np.ndarray:

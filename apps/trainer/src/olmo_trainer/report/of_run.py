@@ -1,5 +1,6 @@
 """The report of a run's folder, whether the run is over or goes on, from what lies in it."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,24 @@ from olmo_trainer.metrics import (
     RunHeader,
     StepRecord,
     bits_per_byte,
-    read_metrics,
+    iterate_metrics,
 )
 from olmo_trainer.overrides import ConfigError, parse_config
 from olmo_trainer.report.page import write_report
+from olmo_trainer.run_folder import SAMPLE
 from olmo_trainer.sizes import count_parameters
 
 REPORT = "report.html"
-SAMPLE = "sample.txt"  # what the trained model wrote, beside the metrics
+
+
+MOST_OF_LAYERS = 1200  # steps; a heat map has 180 columns, and a curve 600 points
 
 
 def read_run(folder: Path) -> tuple[RunHeader, list[Record]]:
     """Return the last header and all records of a run's folder.
+
+    The numbers of layers are kept of every n-th step that wrote them, n as small a power of two as
+    leaves `MOST_OF_LAYERS`, and of the last: the log of a long run need not fit into memory.
 
     Raises:
         ValueError: There is no run, or its log cannot be read.
@@ -29,11 +36,39 @@ def read_run(folder: Path) -> tuple[RunHeader, list[Record]]:
     path = folder / METRICS
     if not path.is_file():
         raise ValueError(f"{folder}: no run here: {METRICS} is missing; give a run's folder")
-    records = read_metrics(path)
+    records = _thinned(iterate_metrics(path))
     headers = [record for record in records if isinstance(record, RunHeader)]
     if not headers:
         raise ValueError(f"{path}: has no header; it is not a log of this program")
     return headers[-1], records
+
+
+def _thinned(records: Iterable[Record]) -> list[Record]:
+    kept: list[Record] = []
+    places: list[int] = []  # of the steps that have numbers of layers, every `stride`-th
+    stride, count, newest = 1, 0, -1
+    for record in records:
+        kept.append(record)
+        if not isinstance(record, StepRecord) or not record.expert_counts:
+            continue
+        if newest not in places[-1:]:  # it was the last step so far, and only that
+            _strip(kept, newest)
+        newest = len(kept) - 1
+        if count % stride == 0:
+            places.append(newest)
+        count += 1
+        if len(places) > MOST_OF_LAYERS:
+            for place in places[1::2]:
+                if place != newest:
+                    _strip(kept, place)
+            places, stride = places[::2], 2 * stride
+    return kept
+
+
+def _strip(records: list[Record], place: int) -> None:
+    record = records[place] if place >= 0 else None
+    if isinstance(record, StepRecord):
+        records[place] = record.without_layers()
 
 
 def summarize(header: RunHeader, records: list[Record]) -> dict[str, Any]:

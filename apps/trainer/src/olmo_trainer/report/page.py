@@ -149,8 +149,8 @@ def _notice(history: RunHistory) -> str:
     notes = []
     if history.not_finite:
         notes.append(f"{history.not_finite} recorded values are not finite; curves leave gaps.")
-    if len(history.steps) and history.names:
-        honesty, load = _honesty_at_end(history), finite_mean(history.imbalance[history.end])
+    if len(history.layer_steps):
+        honesty, load = _honesty_at_end(history), finite_mean(history.imbalance[history.layer_end])
         experts = history.counts.shape[-1]
         for layer, name in enumerate(history.names):
             if dead := history.dead_at_end[layer]:
@@ -165,14 +165,14 @@ def _notice(history: RunHistory) -> str:
 
 
 def _honesty_at_end(history: RunHistory) -> np.ndarray:
-    tail = len(history.steps[history.end])
+    tail = len(history.layer_steps[history.layer_end])
     return history.pooled_honesty(2 * tail - 1)[-1]
 
 
 def _loss_section(history: RunHistory) -> list[str]:
     if not len(history.steps) and not len(history.heldout):
         return ["<section><h2>Loss</h2><p>No steps were recorded.</p></section>"]
-    smoothed = pictures.smoothing_note(history)
+    smoothed = pictures.smoothing_note(history.steps)
     caption = f"Cross-entropy of the held-out documents and of training batches{smoothed}."
     picture = pictures.picture(pictures.draw_loss, "loss", caption, history)
     return [f"<section><h2>Loss</h2>{picture}{_sources(history)}</section>"]
@@ -197,6 +197,10 @@ def _expert_sections(history: RunHistory) -> list[str]:
         return [
             "<section><h2>Experts</h2><p>This model has no mixture-of-experts layer.</p></section>"
         ]
+    if not len(history.layer_steps):
+        return [
+            "<section><h2>Experts</h2><p>No step has written numbers of layers yet.</p></section>"
+        ]
     which = ""
     if len(history.names) > MAX_LAYERS:
         which = (
@@ -211,15 +215,15 @@ def _expert_sections(history: RunHistory) -> list[str]:
     honesty = pictures.picture(
         pictures.draw_honesty,
         "honesty",
-        f"Balance honesty{pictures.smoothing_note(history, 'pooled')}. At 1 gate probability "
-        "follows the load and the balance loss sees imbalance in full; at 0 it is blind to it; "
-        "below 0 (shaded) it pays for imbalance: the experts are gerrymandered.",
+        f"Balance honesty{pictures.smoothing_note(history.layer_steps, 'pooled')}. At 1 gate "
+        "probability follows the load and the balance loss sees imbalance in full; at 0 it is "
+        "blind to it; below 0 (shaded) it pays for imbalance: the experts are gerrymandered.",
         history,
     )
     imbalance = pictures.picture(
         pictures.draw_imbalance,
         "imbalance",
-        f"Load imbalance{pictures.smoothing_note(history)}. 1 is perfect balance; the "
+        f"Load imbalance{pictures.smoothing_note(history.layer_steps)}. 1 is perfect balance; the "
         "number of experts is collapse onto one.",
         history,
     )
@@ -238,8 +242,8 @@ def _layer_table(history: RunHistory) -> str:
     columns = np.stack(
         [
             history.imbalance[0],
-            finite_mean(history.imbalance[history.end]),
-            finite_mean(history.entropy_deficit[history.end]),
+            finite_mean(history.imbalance[history.layer_end]),
+            finite_mean(history.entropy_deficit[history.layer_end]),
             history.dead_at_end,
             _honesty_at_end(history),
         ],

@@ -81,15 +81,18 @@ def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return x[keep], y[keep]
 
 
-def smoothing_window(history: RunHistory) -> int:
-    """Return over how many steps curves are smoothed."""
-    return max(1, len(history.steps) // 60)
+def smoothing_window(steps: np.ndarray) -> int:
+    """Return over how many of these steps curves are smoothed."""
+    return max(1, len(steps) // 60)
 
 
-def smoothing_note(history: RunHistory, word: str = "smoothed") -> str:
-    """Return what a caption says of the smoothing, if any."""
-    window = smoothing_window(history)
-    return f", {word} over {window} steps" if window > 1 else ""
+def smoothing_note(steps: np.ndarray, word: str = "smoothed") -> str:
+    """Return what a caption says of the smoothing, if any; steps may lie apart."""
+    window = smoothing_window(steps)
+    if window == 1:
+        return ""
+    apart = round((steps[-1] - steps[0]) / (len(steps) - 1))
+    return f", {word} over {window * apart} steps"
 
 
 def _axes(history: RunHistory, width: float, height: float, label: str) -> tuple[Figure, Axes]:
@@ -120,7 +123,7 @@ def curve(axes: Axes, x: np.ndarray, y: np.ndarray, colour: str, **options: Any)
 def _raw_and_smooth(
     axes: Axes, history: RunHistory, values: np.ndarray, colour: str, label: str | None = None
 ) -> None:
-    window = smoothing_window(history)
+    window = smoothing_window(history.steps)
     if window > 1:
         curve(axes, history.steps, values, colour, alpha=0.3, linewidth=0.8)
     curve(axes, history.steps, smooth(values, window), colour, label=label)
@@ -186,7 +189,7 @@ def draw_sources(history: RunHistory) -> Figure:
 def draw_phases(history: RunHistory) -> Figure:
     """Draw the seconds of each phase of a step, one on the other."""
     figure, axes = _axes(history, _HALF, 3.1, "seconds a step, main rank")
-    window = smoothing_window(history)
+    window = smoothing_window(history.steps)
     names = list(history.phases)
     curves = [smooth(history.phases[name], window) for name in names]
     places = np.unique(np.linspace(0, len(history.steps) - 1, _MAX_POINTS).round().astype(int))
@@ -243,20 +246,21 @@ def draw_load(history: RunHistory, layer: int, last: bool) -> Figure:
     ratio = summed * experts / np.maximum(summed.sum(0), 1)
     colour = (np.log(np.clip(ratio, 1 / 3, 3.0)) / np.log(3) + 1) / 2
     colour[:, summed.sum(0) == 0] = 0.5
-    _step_axis(axes, history.steps)
+    steps = history.layer_steps
+    _step_axis(axes, steps)
     limits = axes.get_xlim()
     axes.imshow(
         _LOAD_COLOURS(colour, bytes=True),
         aspect="auto",
         interpolation="none",
-        extent=(history.steps[0] - 0.5, history.steps[-1] + 0.5, experts - 0.5, -0.5),
+        extent=(steps[0] - 0.5, steps[-1] + 0.5, experts - 0.5, -0.5),
     )
     axes.set_xlim(limits)
     axes.set_title(history.names[layer], loc="left", weight="bold")
     axes.set_ylabel("expert")
     axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
 
-    total = counts[history.end].sum(0)
+    total = counts[history.layer_end].sum(0)
     share = total / max(total.sum(), 1)
     side.barh(np.arange(experts), share, height=0.72, color=COLOURS["muted"][0], alpha=0.65)
     side.axvline(1 / experts, color=COLOURS["ink"][0], linewidth=1, linestyle=(0, (3, 2)))
@@ -275,10 +279,10 @@ def draw_load(history: RunHistory, layer: int, last: bool) -> Figure:
 def draw_honesty(history: RunHistory) -> Figure:
     """Draw balance honesty per layer, the gerrymandered region shaded."""
     figure, axes = _axes(history, _HALF, 3.1, "honesty  cov(f, P) / var(f)")
-    curves = history.pooled_honesty(smoothing_window(history))
+    curves = history.pooled_honesty(smoothing_window(history.layer_steps))
     for index, layer in enumerate(history.drawn):
         colour = LINE_COLOURS[index]
-        curve(axes, history.steps, curves[:, layer], colour, label=history.names[layer])
+        curve(axes, history.layer_steps, curves[:, layer], colour, label=history.names[layer])
     numbers = curves[np.isfinite(curves)]
     low, high = np.percentile(numbers, [2, 98]) if len(numbers) else (0.0, 1.0)
     low, high = float(np.clip(low - 0.1, -2, -0.35)), float(np.clip(high + 0.1, 1.2, 3))
@@ -311,8 +315,8 @@ def draw_imbalance(history: RunHistory) -> Figure:
     """Draw max over mean load per layer."""
     figure, axes = _axes(history, _HALF, 3.1, "busiest expert's load / mean load")
     for index, layer in enumerate(history.drawn):
-        values = smooth(history.imbalance[:, layer], smoothing_window(history))
-        curve(axes, history.steps, values, LINE_COLOURS[index], label=history.names[layer])
+        values = smooth(history.imbalance[:, layer], smoothing_window(history.layer_steps))
+        curve(axes, history.layer_steps, values, LINE_COLOURS[index], label=history.names[layer])
     axes.axhline(1, color=COLOURS["muted"][0], linewidth=0.9, linestyle=(0, (3, 2)))
     legend(axes, 3)
     return figure
