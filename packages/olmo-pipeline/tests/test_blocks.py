@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from olmo_pipeline import Costs, lower_bound, search, simulate, validate
 from olmo_pipeline._blocks import periodic_orders
 from olmo_pipeline._list_scheduler import Problem, Walk, as_schedule
 from olmo_pipeline._placement import place_stages
-from olmo_pipeline._starts import Budget, best_start, turn_rows
+from olmo_pipeline._starts import Budget, _smaller_caps, best_start, turn_rows
 
 
 def _problem(num_ranks, num_microbatches, cap, costs=None, **changes):
@@ -111,6 +112,18 @@ def test_what_a_search_starts_from_is_never_worse_under_a_larger_cap(costs):
         makespans.append(start.makespan)
     assert makespans == sorted(makespans, reverse=True)
     assert len(set(makespans)) > 3
+
+
+def test_what_is_tried_under_a_cap_holds_what_is_tried_under_smaller_ones():
+    tried = [
+        [problem.max_live for problem in _smaller_caps(_problem(4, 6, cap))] for cap in range(2, 13)
+    ]
+    for fewer, more in pairwise(tried):
+        assert more in (fewer, [more[0], *fewer])
+    assert tried[4] == [(cap,) * 4 for cap in (6, 5, 4, 3, 2)]
+    assert tried[-1] == tried[-2], "the bound has no use for more"
+    uneven = _problem(3, 6, 4, max_live=(4, 3, 2))
+    assert [p.max_live for p in _smaller_caps(uneven)] == [(4, 3, 2), (3, 2, 2), (2, 2, 2)]
 
 
 def test_a_search_under_a_larger_cap_is_not_worse():
