@@ -129,6 +129,19 @@ def test_16_ranks_and_64_microbatches():
         assert _makespan(schedule, costs) == slots
 
 
+def test_the_better_of_both_placements():
+    """With as many microbatches as ranks the loop is better, under a cap like this one the V."""
+    for cap, name, makespan in ((16, "loop", 69), (10, "v", None)):
+        options = {"memory_cap": cap, "tries": 30}
+        found = {p: search(8, 8, placement=p, **options) for p in ("v", "loop", "any")}
+        times = {p: _makespan(schedule, Costs()) for p, schedule in found.items()}
+        assert found["any"] == found[name]
+        assert times["any"] == min(times.values()) < max(times.values())
+        bounds = {p: lower_bound(8, 8, memory_cap=cap, placement=p) for p in found}
+        assert bounds["any"] == min(bounds["v"], bounds["loop"]) <= times["any"]
+        assert makespan is None or times["any"] == bounds["any"] == makespan
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_any_problem_gives_a_valid_schedule(data):
@@ -149,7 +162,7 @@ def test_any_problem_gives_a_valid_schedule(data):
     options = {
         "memory_cap": data.draw(caps),
         "costs": costs,
-        "placement": data.draw(st.sampled_from(["v", "loop"])),
+        "placement": data.draw(st.sampled_from(["v", "loop", "any"])),
         "num_chunks": num_chunks,
         "split_backward": split,
     }
@@ -182,7 +195,7 @@ def test_never_worse_than_a_known_schedule(known, options):
     [
         ({"memory_cap": 1}, "`memory_cap` must be at least `num_chunks`=2, .* got 1"),
         ({"memory_cap": [4]}, r"`memory_cap` must be one number or one per rank \(2\), got 1"),
-        ({"placement": "w"}, '`placement` must be "loop" or "v", got \'w\''),
+        ({"placement": "w"}, '`placement` must be "v", "loop" or "any", got \'w\''),
         ({"num_chunks": 0}, "`num_chunks` must be at least 1, got 0"),
         ({"tries": 0}, "`tries` must be at least 1, got 0"),
         ({"costs": Costs(forward=[1.0])}, r"`forward` .* one per stage \(4\), got 1"),

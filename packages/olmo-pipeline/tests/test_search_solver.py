@@ -6,7 +6,8 @@ import pytest
 from olmo_pipeline import Costs, lower_bound, search, simulate
 
 cp_model = pytest.importorskip(
-    "ortools.sat.python.cp_model", reason="the solver is not there; `pip install ortools`"
+    "ortools.sat.python.cp_model",
+    reason="the solver is not there; install the extra `solver` of olmo-pipeline",
 )
 
 HEAVY = [2] * 5 + [3]  # a last stage with the head

@@ -8,6 +8,7 @@ from olmo_pipeline import (
     gpipe,
     interleaved_one_f_one_b,
     one_f_one_b,
+    search,
     simulate,
     v_shape,
     validate,
@@ -234,6 +235,41 @@ def test_interleaved_needs_room_for_messages():
         ValueError, match="deadlocks under blocking sends: rank 0 waits to send for"
     ):
         validate(interleaved_one_f_one_b(2, 4, 2), sends="blocking")
+
+
+BLOCKING = {
+    "gpipe": gpipe(4, 8),
+    "one_f_one_b": one_f_one_b(4, 8),
+    "zero_bubble h1": zero_bubble(4, 8, "h1"),
+    "v_shape": v_shape(4, 8),
+}
+EAGER = {
+    "interleaved_one_f_one_b": interleaved_one_f_one_b(4, 8, 2),
+    "zero_bubble v": zero_bubble(4, 8, "v"),
+    "dual_pipe_v": dual_pipe_v(4, 8),
+    "search": search(4, 8, memory_cap=6, tries=10),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKING)
+def test_these_need_no_room_for_messages(name):
+    validate(BLOCKING[name], sends="blocking")
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_these_need_room_for_messages(name):
+    validate(EAGER[name], sends="eager")
+    with pytest.raises(
+        ValueError, match=r"deadlocks under blocking sends: rank 0 waits to send for"
+    ):
+        validate(EAGER[name], sends="blocking")
+
+
+@pytest.mark.parametrize("build", [gpipe, one_f_one_b, v_shape])
+def test_sizes_that_need_no_room_for_messages(build):
+    for num_ranks in range(1, 7):
+        for count in (1, 2, 3, 5, 12):
+            validate(build(num_ranks, count), sends="blocking")
 
 
 def test_unknown_way_of_sending():

@@ -7,11 +7,11 @@ and 2 backwards a microbatch, one unit each), forwards 1 unit apart along the ch
 the second chunk 3, that of the first 2, and no forward more than 2 units before it is due.
 
 At equal costs of forward and backward and m >= 2 microbatches a rank idles for 4 P - 6 units (one
-more when P is odd; 2 for P = 2), with P + 2 activations at once: an idle share of 23.8 % for P = 4,
-m = 8 and 6 activations. That much is the least possible there (proved by a solver). The loop,
-`interleaved_one_f_one_b` with two chunks, idles 2 P - 2 units and keeps up to 3 P - 1. `search`
-trades one for the other. Where a backward costs twice the forward this order stalls again and again
-(36.8 % for P = 4, m = 8); `search` finds one for those costs under the same cap (23.8 %).
+more when P is odd and 2 m > P + 1), with P + 2 activations at once: an idle share of 23.8 % for
+P = 4, m = 8 and 6 activations. That much is the least possible there (proved by a solver). The
+loop, `interleaved_one_f_one_b` with two chunks, idles 2 P - 2 units and keeps up to 3 P - 1.
+`search` trades one for the other. Where a backward costs twice the forward this order stalls again
+and again (36.8 % for P = 4, m = 8); `search` finds one for those costs under the same cap (23.8 %).
 """
 
 from ._costs import Costs
