@@ -100,11 +100,11 @@ class PipelineExecutor:
             self._schedule = schedule
             self._device = torch.device(device)
             self._dtype = dtype
-            self._splitter = Splitter(schedule, split_rules or {})
             self._leases = leases
             self._failure: str | None = None
             self._rank = rank_in(group, schedule.num_ranks)
             self._stages = dict(stages)
+            self._splitter = Splitter(schedule, split_rules or {}, self._stages)
             self._check_arguments()
         self._channels: dict[tuple[int, int], Channel] = {}
         if schedule.num_ranks > 1:
