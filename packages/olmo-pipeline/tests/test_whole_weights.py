@@ -134,7 +134,7 @@ def test_nothing_is_said_where_all_products_wait(make):
     assert _said(Stage(_linear(), make())) == []
 
 
-def test_a_rule_of_the_caller_ends_the_warning():
+def test_a_rule_of_the_caller_or_none_on_purpose_ends_the_warning():
     rule = SplitRule(
         lambda gradient, x, weight: torch.mm(gradient, weight),
         lambda gradient, x, weight: (torch.bmm(gradient.T[None], x[None])[0],),
@@ -154,6 +154,9 @@ def test_a_rule_of_the_caller_ends_the_warning():
     operator = torch.ops.olmo_pipeline_tests.whole
     assert len(_said(stage)) == 1
     assert _said(stage, split_rules={operator: rule}) == []
+    # On purpose: only what that operation multiplies goes unnamed.
+    assert _said(stage, split_rules={operator: None}) == []
+    assert len(_said(stage, split_rules={torch.bmm: None})) == 1
 
 
 class Holder:

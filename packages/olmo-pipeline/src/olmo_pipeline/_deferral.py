@@ -49,6 +49,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.is_open = False  # while an input gradient action runs
+        self.meant_whole: set[nn.Parameter] = set()  # of operations whose rule is None
         # It stands for the weights: results require grad although the weights are no inputs.
         self.anchor = torch.empty((), requires_grad=True)
         self._pending: list[_Pending] = []
@@ -86,14 +87,14 @@ class Deferring(TorchFunctionMode):
     """Replaces the calls that a rule knows, for one stage and microbatch.
 
     Args:
-        rules: How calls split.
+        rules: How calls split; None for those that are whole on purpose.
         tape: Takes what waits.
         watch: Told the roots of each backward that runs inside, such as that of a recompute.
     """
 
     def __init__(
         self,
-        rules: Mapping[Callable[..., Any], SplitRule],
+        rules: Mapping[Callable[..., Any], SplitRule | None],
         tape: Tape,
         watch: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
@@ -114,6 +115,8 @@ class Deferring(TorchFunctionMode):
         if self._watch is not None and func in _BACKWARDS:
             self._watch((args[0],) if isinstance(args[0], Tensor) else args[0])
         rule = self._rules.get(func)
+        if rule is None and func in self._rules:
+            self._tape.meant_whole.update(parameters_in((None, *args, *kwargs.values())))
         if rule is None or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         arguments = positional(func, args, kwargs)
@@ -178,7 +181,7 @@ class Splitter:
     def __init__(
         self,
         schedule: Schedule,
-        rules: Mapping[Callable[..., Any], SplitRule],
+        rules: Mapping[Callable[..., Any], SplitRule | None],
         stages: Mapping[int, Callable[..., Any]],
     ) -> None:
         self._rules = {**TORCH_RULES, **rules}
@@ -229,6 +232,7 @@ class Splitter:
                 accumulate_grad=True,
             )
         tape.is_open = False
+        whole = [weight for weight in whole if weight not in tape.meant_whole]
         if (whole or not tape) and action.stage not in self._said:
             self._said.add(action.stage)
             self._warn(action, tape, whole)
