@@ -98,6 +98,7 @@ def _require_near(
     ],
     ids=" ".join,
 )
+@UNSPLIT
 def test_graphs_give_what_the_operations_give(settings):
     _require_near(settings, GRAPHS)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from olmo_pipeline import SplitRule
+from olmo_pipeline import SplitRule, simulate, validate
 from olmo_trainer import pipeline_schedule
 from olmo_trainer.build import assemble
 from olmo_trainer.config import LayoutConfig
@@ -25,6 +25,7 @@ STAGES = {
     "zero_bubble_h1": 1,
     "zero_bubble_v": 2,
     "dual_pipe_v": 2,
+    "search": 2,
 }
 SPLIT = {"zero_bubble_h1", "zero_bubble_v", "dual_pipe_v"}
 
@@ -43,6 +44,19 @@ def test_a_rank_holds_what_its_schedule_says(kind, pipeline):
     assert ranks == schedule.rank_of_stage
     assert schedule.splits_backward == (kind in SPLIT)
     assert schedule.num_microbatches == 3
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+def test_a_searched_schedule_keeps_its_cap_and_is_the_same_every_time(split_backward):
+    words = {"kind": "search", "memory_cap": 5, "split_backward": split_backward}
+    layout = LayoutConfig.model_validate({"pipeline": 4, "schedule": words})
+    schedule = build_schedule(layout, 6)
+    validate(schedule, max_live=5)
+    assert schedule.splits_backward == split_backward
+    assert build_schedule(layout, 6) == schedule  # ranks search each for itself
+    uncapped = LayoutConfig.model_validate({"pipeline": 4, "schedule": {"kind": "search"}})
+    peak = max(simulate(build_schedule(uncapped, 6)).peak_live_per_rank)
+    assert peak > 5
 
 
 def test_on_a_v_the_first_rank_holds_both_ends():
@@ -112,6 +126,11 @@ def test_a_batch_may_grow_under_any_number_of_microbatches(monkeypatch):
     [
         (["layout.schedule.kind=x"], "layout.schedule.kind = 'x': must be one of 'gpipe', 'one_f"),
         (["layout.schedule.kind=dual_pipe_v"], "schedule 'dual_pipe_v' needs pipeline >= 2"),
+        (
+            ["layout.pipeline=2", "layout.schedule.kind=search", "layout.schedule.memory_cap=1"],
+            "layout.schedule.memory_cap = 1: input should be greater than or equal to 2",
+        ),
+        (["layout.schedule.kind=search"], "schedule 'search' needs pipeline >= 2"),
         (["layout.schedule.chunks=2"], "layout.schedule.chunks: no such key for kind = 'one_f_one"),
         (
             ["layout.schedule.kind=zero_bubble_v", "layout.pipeline=4"],

@@ -29,7 +29,8 @@ def _stage(weight, is_last, *, recompute=False):
         hidden = microbatch.to(weight.device) if hidden is None else hidden
         change = rerun(hidden) if recompute else change_of(hidden)
         output = hidden + change
-        return (output**2).sum() if is_last else output, (change**2).sum()
+        metrics = {"largest": change.detach().abs().amax(0) if len(change) else change.detach()}
+        return (output**2).sum() if is_last else output, (change**2).sum(), metrics
 
     return call
 
@@ -82,7 +83,10 @@ def _check(rank, schedule):
     for index, microbatch in enumerate(batch):
         hidden, total = microbatch, torch.zeros((), device="cuda", dtype=F64)
         for stage, weight in enumerate(copies):
-            hidden, auxiliary = _stage(weight, stage == last)(hidden, microbatch)
+            hidden, auxiliary, metrics = _stage(weight, stage == last)(hidden, microbatch)
+            if stage in weights:
+                kept = result.metrics[stage, index]
+                torch.testing.assert_close(kept["largest"], metrics["largest"])
             total = total + auxiliary
         (hidden + total).backward()
         if rank == schedule.rank_of_stage[last]:

@@ -5,9 +5,11 @@ The functions with `rank` and `world` run in worker processes.
 
 import re
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from olmo_pipeline import (
     PipelineExecutor,
     Schedule,
@@ -76,7 +78,9 @@ LAST_STAGES = {
     # It could be taken apart like a pair of scalars.
     "two rows": (lambda h, w: (h @ w).sum(1), r"must return .*, got a tensor of shape \(2,\)"),
     "a number": (lambda h, w: (1.0, None), r"must return .*, got \(float, None\)"),
-    "three": (lambda h, w: ((h @ w).sum(), None, None), r"got \(a tensor of .*, None, None\)"),
+    "four": (lambda h, w: ((h @ w).sum(), None, {}, 1), r"got \(a tensor of .*, None, dict, int\)"),
+    "no dict": (lambda h, w: ((h @ w).sum(), None, [h]), r"must be a dict of tensors by name, got"),
+    "a grown metric": (lambda h, w: ((h @ w).sum(), None, {"h": h}), r"must not carry gradients"),
     "auxiliary number": (lambda h, w: ((h @ w).sum(), 0.0), r"a scalar tensor or None, got float"),
     "exception": (lambda h, w: {}["no key"], r"F1\.0, the forward of stage 1 .*0: 'no key'"),
     "backward": (lambda h, w: (_FailsBackward.apply(h @ w).sum(), None), r"at [BI]1\.0, .*: no b"),
@@ -228,3 +232,28 @@ def test_a_failing_weight_gradient_is_named():
         RuntimeError, match=r"at W0\.0, the weight_gradient of .*no weight gradient"
     ):
         executor.run([torch.ones(2, WIDTH, dtype=F64)] * 2, activation_shape=())
+
+
+def _wait_too_long(rank, world):
+    """Rank 1 comes later than `timeout` lets rank 0 wait, in a run and in the sum of a tie."""
+    schedule = one_f_one_b(world, 2)
+    short = timedelta(seconds=2)
+    heard, seconds = [], []
+    _, stages = _stages(schedule, rank)
+    executor = PipelineExecutor(schedule, stages, device="cpu", dtype=F64, timeout=short)
+    tied = TiedParameter(schedule, {rank: nn.Parameter(torch.ones(3))}, device="cpu", timeout=short)
+    batch = [torch.ones(2, WIDTH, dtype=F64)] * 2
+    for call in (lambda: executor.run(batch, activation_shape=(2, WIDTH)), tied.sum_gradients):
+        started = time.monotonic()
+        if rank == 0:
+            heard.append(_heard(call))
+            seconds.append(time.monotonic() - started)
+        dist.barrier()  # of another group, with a timeout of its own
+    return heard, seconds
+
+
+def test_a_timeout_ends_the_wait_for_a_peer_that_does_not_come(processes):
+    heard, seconds = processes.run(_wait_too_long, world=2)[0]
+    assert heard[0].startswith("RuntimeError: pipeline rank 0 failed at B0.0, the backward of")
+    assert all("imed out" in message for message in heard), heard
+    assert all(1.5 < waited < 15 for waited in seconds), seconds

@@ -4,7 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from olmo_pipeline import PipelineExecutor, interleaved_one_f_one_b, one_f_one_b, zero_bubble
+from olmo_pipeline import (
+    PipelineExecutor,
+    dual_pipe_v,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    search,
+    v_shape,
+    zero_bubble,
+)
 
 F64 = torch.float64
 
@@ -80,10 +89,7 @@ def test_known_numbers_of_slots():
     assert zero_bubble(4, 8).max_live_per_stage == (4, 4, 4, 4)
 
 
-@pytest.mark.parametrize(
-    "schedule", [interleaved_one_f_one_b(1, 6, 3), zero_bubble(1, 5, "v")], ids=["whole", "split"]
-)
-def test_a_pool_of_that_size_is_enough_and_never_overwritten(schedule):
+def _check_pool(rank, schedule):
     pool = Pool(schedule)
     last = schedule.num_stages - 1
     weights = [torch.tensor(1.5 + s, dtype=F64, requires_grad=True) for s in range(last + 1)]
@@ -97,18 +103,45 @@ def test_a_pool_of_that_size_is_enough_and_never_overwritten(schedule):
 
         return call
 
+    held = schedule.stages_of(rank)
     executor = PipelineExecutor(
-        schedule, {s: make(s) for s in range(last + 1)}, device="cpu", dtype=F64, leases=pool
+        schedule, {s: make(s) for s in held}, device="cpu", dtype=F64, leases=pool
     )
     batch = [torch.full((3,), i + 1.0, dtype=F64) for i in range(schedule.num_microbatches)]
     executor.evaluate(batch, activation_shape=(3,))
     executor.run(batch, activation_shape=(3,))
+    executor.close()
     assert not pool.held
-    assert tuple(pool.most) == schedule.max_live_per_stage
+    assert [pool.most[s] for s in held] == [schedule.max_live_per_stage[s] for s in held]
+    assert sum(pool.most) == sum(pool.most[s] for s in held), "a slot of another rank's stage"
     whole = 3 * sum(i + 1.0 for i in range(len(batch)))
     product = torch.stack([w.detach() for w in weights]).prod()
-    for weight in weights:
+    for stage in held:
+        weight = weights[stage]
         torch.testing.assert_close(weight.grad, whole * product / weight.detach())
+
+
+@pytest.mark.parametrize(
+    "schedule", [interleaved_one_f_one_b(1, 6, 3), zero_bubble(1, 5, "v")], ids=["whole", "split"]
+)
+def test_a_pool_of_that_size_is_enough_and_never_overwritten(schedule):
+    _check_pool(0, schedule)
+
+
+def _pools_of_ranks(rank, world):
+    schedules = [gpipe(world, 5), one_f_one_b(world, 5), interleaved_one_f_one_b(world, 5, 2)]
+    schedules += [v_shape(world, 5), dual_pipe_v(world, 5)]
+    schedules += [zero_bubble(world, 5, kind) for kind in ("h1", "v")]
+    for split in (False, True):
+        schedules.append(search(world, 5, memory_cap=world + 1, split_backward=split, tries=2))
+    for schedule in schedules:
+        _check_pool(rank, schedule)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [2, 4])
+def test_pools_of_several_ranks(processes, world):
+    processes.run(_pools_of_ranks, world=world)
 
 
 def test_slots_are_held_from_forward_to_weight_gradient(parse_rows):

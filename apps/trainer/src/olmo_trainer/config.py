@@ -39,6 +39,7 @@ from olmo_trainer.config_layout import GPipe as GPipe
 from olmo_trainer.config_layout import InterleavedOneFOneB as InterleavedOneFOneB
 from olmo_trainer.config_layout import LayoutConfig as LayoutConfig
 from olmo_trainer.config_layout import OneFOneB as OneFOneB
+from olmo_trainer.config_layout import Searched as Searched
 from olmo_trainer.config_layout import VShape as VShape
 from olmo_trainer.config_layout import ZeroBubbleH1 as ZeroBubbleH1
 from olmo_trainer.config_layout import ZeroBubbleV as ZeroBubbleV

@@ -72,8 +72,27 @@ class DualPipeV(PipelineSchedule):
     placement: ClassVar[Literal["loop", "v"]] = "v"
 
 
+class Searched(PipelineSchedule):
+    """The order with the least bubble found under a cap, on the V, if all stages cost the same."""
+
+    kind: Literal["search"] = "search"
+    memory_cap: int | None = Field(
+        default=None, ge=2, description="activations of a stage that a rank keeps; none = any"
+    )
+    split_backward: bool = False
+    stages_per_rank: ClassVar[int] = 2
+    placement: ClassVar[Literal["loop", "v"]] = "v"
+
+
 PipelineScheduleConfig = Annotated[
-    GPipe | OneFOneB | InterleavedOneFOneB | VShape | ZeroBubbleH1 | ZeroBubbleV | DualPipeV,
+    GPipe
+    | OneFOneB
+    | InterleavedOneFOneB
+    | VShape
+    | ZeroBubbleH1
+    | ZeroBubbleV
+    | DualPipeV
+    | Searched,
     Field(discriminator="kind"),
 ]
 

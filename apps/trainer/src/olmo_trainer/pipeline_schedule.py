@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import olmo_experts_gemm  # noqa: F401 - registers the operators named below
+import olmo_routing  # noqa: F401 - likewise
 import torch
 from olmo_pipeline import (
     Schedule,
@@ -16,6 +17,7 @@ from olmo_pipeline import (
     gpipe,
     interleaved_one_f_one_b,
     one_f_one_b,
+    search,
     v_shape,
     zero_bubble,
 )
@@ -28,13 +30,16 @@ from olmo_trainer.config import (
     LayoutConfig,
     OneFOneB,
     RowwiseDispatcher,
+    Searched,
     TrainerConfig,
     VShape,
     ZeroBubbleH1,
     ZeroBubbleV,
 )
 
+SEARCH_TRIES = 500  # about a second for 4 ranks, ten for 16 ranks and 64 microbatches
 _GROUPED_MM = torch.ops.olmo_experts_gemm.grouped_mm.default
+_GATE_PRODUCT = torch.ops.olmo_routing.gate_product.default
 _GROUPED_OUTER = torch.ops.olmo_experts_gemm.grouped_outer.default
 
 
@@ -56,6 +61,15 @@ def build_schedule(layout: LayoutConfig, num_microbatches: int) -> Schedule:
             return zero_bubble(ranks, num_microbatches, "v")
         case DualPipeV():
             return dual_pipe_v(ranks, num_microbatches)
+        # Bounded by a number of tries, not by time, with fixed seeds: all ranks find the same.
+        case Searched(memory_cap=memory_cap, split_backward=split_backward):
+            return search(
+                ranks,
+                num_microbatches,
+                memory_cap=memory_cap,
+                split_backward=split_backward,
+                tries=SEARCH_TRIES,
+            )
 
 
 def _input_gradient(
@@ -70,14 +84,22 @@ def _weight_gradients(
     return (_GROUPED_OUTER(gradient_RF, x_RD, offsets_E, impl),)
 
 
-SPLIT_RULES = {_GROUPED_MM: SplitRule(_input_gradient, _weight_gradients)}
-"""`dx = dy @ w[e]` at once, `dw[e] = dy_e.T @ x_e` at any later time."""
+SPLIT_RULES: dict[Callable[..., Any], SplitRule | None] = {
+    _GROUPED_MM: SplitRule(_input_gradient, _weight_gradients),
+    _GATE_PRODUCT: None,
+}
+"""`dx = dy @ w[e]` at once, `dw[e] = dy_e.T @ x_e` at any later time.
+
+A gate stays whole: its product is small, and both halves need its logits (`olmo_routing`).
+"""
 
 
-def split_rules(config: TrainerConfig) -> dict[Callable[..., Any], SplitRule]:
+def split_rules(config: TrainerConfig) -> dict[Callable[..., Any], SplitRule | None]:
     """Return how backwards split besides those of torch's own linear operations.
 
     With the rowwise dispatcher the experts' are not split: their rows lie in a receive buffer,
     which is written again once the input gradient is done.
     """
-    return {} if isinstance(config.layout.dispatcher, RowwiseDispatcher) else dict(SPLIT_RULES)
+    if isinstance(config.layout.dispatcher, RowwiseDispatcher):
+        return dict.fromkeys(SPLIT_RULES)
+    return dict(SPLIT_RULES)

@@ -90,6 +90,10 @@ class ChoiceVerdict:
 def _choices() -> tuple[Choice, ...]:
     kinds = ("gpipe", "interleaved", "v_shape", "zero_bubble_h1", "zero_bubble_v", "dual_pipe_v")
     made = [Choice(f"schedule {kind}", (f"layout.schedule.kind={kind}",), STAGES) for kind in kinds]
+    search = ("layout.schedule.kind=search", "layout.schedule.memory_cap=3")
+    made.append(Choice("schedule search", search, STAGES))
+    halves = ("layout.schedule.split_backward=true",)
+    made.append(Choice("schedule search, split backward", search + halves, STAGES))
     for scenario in SCENARIOS:
         rowwise = ("layout.dispatcher.kind=rowwise",)
         made.append(Choice("dispatcher rowwise", rowwise, EXPERTS, scenario))

@@ -16,7 +16,7 @@ Some weights stay whole, because a second half cannot be told apart: one that is
 `nn.Parameter` (a cast, a transpose, a view of one), and those of calls inside a compiled graph, an
 autograd function, a `torch.func` transform or a composite function of torch
 (`multi_head_attention_forward`), or on tensor subclasses. Their gradients are computed at I, which
-is always right and only less even.
+is always right and only less even; a warning names them (`_whole_weights`).
 
 Recompute works because autograd carries the mode into its threads: a recompute in a backward under
 the same mode calls the same functions, so it saves the same tensors.
@@ -33,6 +33,9 @@ from torch.overrides import TorchFunctionMode
 
 from ._schedule import Action, Schedule
 from ._split_rules import TORCH_RULES, SplitRule, positional
+from ._whole_weights import names_of, whole_weights
+
+_BACKWARDS = (torch.autograd.backward, Tensor.backward)
 
 
 class _Pending(NamedTuple):
@@ -46,6 +49,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.is_open = False  # while an input gradient action runs
+        self.meant_whole: set[nn.Parameter] = set()  # of operations whose rule is None
         # It stands for the weights: results require grad although the weights are no inputs.
         self.anchor = torch.empty((), requires_grad=True)
         self._pending: list[_Pending] = []
@@ -80,12 +84,24 @@ class Tape:
 
 
 class Deferring(TorchFunctionMode):
-    """Replaces the calls that a rule knows, for one stage and microbatch."""
+    """Replaces the calls that a rule knows, for one stage and microbatch.
 
-    def __init__(self, rules: Mapping[Callable[..., Any], SplitRule], tape: Tape) -> None:
+    Args:
+        rules: How calls split; None for those that are whole on purpose.
+        tape: Takes what waits.
+        watch: Told the roots of each backward that runs inside, such as that of a recompute.
+    """
+
+    def __init__(
+        self,
+        rules: Mapping[Callable[..., Any], SplitRule | None],
+        tape: Tape,
+        watch: Callable[[Sequence[Tensor]], None] | None = None,
+    ) -> None:
         super().__init__()
         self._rules = rules
         self._tape = tape
+        self._watch = watch
 
     def __torch_function__(
         self,
@@ -96,7 +112,11 @@ class Deferring(TorchFunctionMode):
     ) -> Any:
         """Call `func`, or its replacement where its weight gradients can wait."""
         kwargs = kwargs or {}
+        if self._watch is not None and func in _BACKWARDS:
+            self._watch((args[0],) if isinstance(args[0], Tensor) else args[0])
         rule = self._rules.get(func)
+        if rule is None and func in self._rules:
+            self._tape.meant_whole.update(parameters_in((None, *args, *kwargs.values())))
         if rule is None or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         arguments = positional(func, args, kwargs)
@@ -155,17 +175,25 @@ class Splitter:
     Args:
         schedule: What runs.
         rules: For operations besides torch's own linear ones.
+        stages: The stage functions of this rank, which may know the names of their weights.
     """
 
-    def __init__(self, schedule: Schedule, rules: Mapping[Callable[..., Any], SplitRule]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        rules: Mapping[Callable[..., Any], SplitRule | None],
+        stages: Mapping[int, Callable[..., Any]],
+    ) -> None:
         self._rules = {**TORCH_RULES, **rules}
+        self._stages = stages
         self._split = {
             (action.stage, action.microbatch)
             for row in schedule.actions
             for action in row
             if action.kind == "input_gradient"
         }
-        self._said: set[int] = set()
+        self._seen: set[int] = set()  # stages whose graph was looked at
+        self._said: set[int] = set()  # stages that were warned of
 
     def tape_for(self, action: Action) -> Tape | None:
         """Return a tape for the forward of a backward that will be split, else None."""
@@ -180,10 +208,19 @@ class Splitter:
     ) -> None:
         """Do what `torch.autograd.backward` does, but leave weight gradients on the tape.
 
-        Warns, once a stage, if nothing was left.
+        Warns, once a stage, if nothing was left, or if some weights did not wait.
         """
+        whole: list[nn.Parameter] = []
+        watch = None
+        if action.stage not in self._seen:
+            self._seen.add(action.stage)
+
+            def watch(roots: Sequence[Tensor]) -> None:
+                whole.extend(whole_weights(roots))
+
+            watch(tensors)
         tape.is_open = True
-        with self.deferring(tape):  # for a stage that recomputes
+        with Deferring(self._rules, tape, watch):  # for a stage that recomputes
             # Not torch.autograd.backward: it is a torch function itself, and would end the mode.
             _engine_run_backward(
                 tuple(tensors),
@@ -195,16 +232,30 @@ class Splitter:
                 accumulate_grad=True,
             )
         tape.is_open = False
-        if not tape and action.stage not in self._said:
+        whole = [weight for weight in whole if weight not in tape.meant_whole]
+        if (whole or not tape) and action.stage not in self._said:
             self._said.add(action.stage)
+            self._warn(action, tape, whole)
+
+    def _warn(self, action: Action, tape: Tape, whole: Sequence[nn.Parameter]) -> None:
+        if not tape:
             warnings.warn(
                 f"the backward of stage {action.stage} could not be split: it calls no linear "
                 f"operation with an `nn.Parameter` as its weight (or calls them in a compiled "
                 f"graph), so all its gradients are computed at {action.kind} and its weight "
                 f"gradient actions do nothing; pass `split_rules` for operations of your own, or "
                 f"take a schedule without split backward.",
-                stacklevel=2,
+                stacklevel=3,
             )
+            return
+        names = names_of(dict.fromkeys(whole), self._stages[action.stage])
+        warnings.warn(
+            f"the backward of stage {action.stage} is split in part only: gradients of {names} "
+            f"are computed at {action.kind}, as no rule splits what uses them (or it runs in a "
+            f"compiled graph or inside a function of torch); pass `split_rules` for operations of "
+            f"your own.",
+            stacklevel=3,
+        )
 
 
 def parameters_in(arguments: tuple[Any, ...]) -> list[nn.Parameter]:

@@ -53,7 +53,8 @@ class PipelineExecutor:
         stages: The function of each stage that this rank holds, by global stage index. It is called
             with the hidden input (None for stage 0, else a leaf tensor that requires grad in `run`)
             and the microbatch, and returns the activation for the next stage (for the last stage
-            the scalar loss) and a scalar auxiliary loss or None.
+            the scalar loss), a scalar auxiliary loss or None and, if it has any, a dict of metrics:
+            tensors of any shape and device that carry no gradients.
         group: The ranks of the pipeline in pipeline order; None for all processes. Several
             pipelines (data replicas) may exist side by side.
         device: Where activations live: CPU or this rank's CUDA device.
@@ -61,7 +62,8 @@ class PipelineExecutor:
         timeout: How long a send or receive may wait for its peer.
         split_rules: Where the schedule splits backwards: how those of operations besides torch's
             linear ones split, by the torch function or operator that the stage calls (such as
-            `torch.ops.my_library.grouped_mm.default`).
+            `torch.ops.my_library.grouped_mm.default`); None for one that stays whole on purpose and
+            needs no warning.
         leases: Told when activations come to life and die, for stages that write into buffers of
             their own.
 
@@ -92,7 +94,7 @@ class PipelineExecutor:
         device: torch.device | str,
         dtype: torch.dtype,
         timeout: timedelta = timedelta(minutes=10),
-        split_rules: Mapping[Callable[..., Any], SplitRule] | None = None,
+        split_rules: Mapping[Callable[..., Any], SplitRule | None] | None = None,
         leases: LeaseHooks | None = None,
     ) -> None:
         with refusing_together(group, alone=schedule.num_ranks == 1):
@@ -100,11 +102,11 @@ class PipelineExecutor:
             self._schedule = schedule
             self._device = torch.device(device)
             self._dtype = dtype
-            self._splitter = Splitter(schedule, split_rules or {})
             self._leases = leases
             self._failure: str | None = None
             self._rank = rank_in(group, schedule.num_ranks)
             self._stages = dict(stages)
+            self._splitter = Splitter(schedule, split_rules or {}, self._stages)
             self._check_arguments()
         self._channels: dict[tuple[int, int], Channel] = {}
         if schedule.num_ranks > 1:
@@ -136,7 +138,8 @@ class PipelineExecutor:
                 a function of the microbatch. It may differ from call to call.
 
         Returns:
-            The losses (on the rank of the last stage) and auxiliary losses of this rank, detached.
+            The losses (on the rank of the last stage), auxiliary losses and metrics of this rank,
+            detached.
 
         Raises:
             ValueError: If the number of microbatches is not the schedule's; of several ranks this
@@ -164,7 +167,7 @@ class PipelineExecutor:
             activation_shape: As for `run`.
 
         Returns:
-            The losses (on the rank of the last stage) and auxiliary losses of this rank.
+            The losses (on the rank of the last stage), auxiliary losses and metrics of this rank.
 
         Raises:
             RuntimeError: If an action fails (the message names it), or one has failed before.

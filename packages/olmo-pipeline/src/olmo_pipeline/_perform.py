@@ -13,7 +13,10 @@ from ._exchange import Exchange
 from ._leases import LeaseBook
 from ._schedule import Action, Schedule
 
-StageFunction = Callable[[Tensor | None, Any], tuple[Tensor, Tensor | None]]
+StageResult = (
+    tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Mapping[str, Tensor] | None]
+)
+StageFunction = Callable[[Tensor | None, Any], StageResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +26,13 @@ class PipelineResult:
     Args:
         losses: On the rank of the last stage the loss of each microbatch, in order; else empty.
         auxiliaries: The auxiliary losses of this rank's stages by (stage, microbatch), where given.
+        metrics: The metrics of this rank's stages by (stage, microbatch), where given: the tensors
+            that the stage returned, not copies.
     """
 
     losses: list[Tensor]
     auxiliaries: dict[tuple[int, int], Tensor]
+    metrics: dict[tuple[int, int], dict[str, Tensor]]
 
 
 class _Saved(NamedTuple):
@@ -75,11 +81,12 @@ class Pass:
         self._handed: dict[tuple[bool, int, int], Tensor] = {}  # by direction and who takes it in
         self._losses: dict[int, Tensor] = {}
         self._auxiliaries: dict[tuple[int, int], Tensor] = {}
+        self._metrics: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     def result(self) -> PipelineResult:
         """Return what the actions so far have left."""
         losses = [loss for _, loss in sorted(self._losses.items(), key=lambda item: item[0])]
-        return PipelineResult(losses, dict(self._auxiliaries))
+        return PipelineResult(losses, dict(self._auxiliaries), dict(self._metrics))
 
     def perform(self, exchange: Exchange, position: int, action: Action) -> None:
         """Take the action's tensor in, compute, and hand the result on."""
@@ -118,12 +125,14 @@ class Pass:
         tape = self._splitter.tape_for(action) if self._training else None
         with nullcontext() if tape is None else self._splitter.deferring(tape):
             returned = self._stages[action.stage](hidden, microbatch)
-        output, auxiliary = _unpack(action.stage, returned)
+        output, auxiliary, metrics = _unpack(action.stage, returned)
         is_last = action.stage == self._last
         self._check(action, output, auxiliary)
         key = (action.stage, action.microbatch)
         if auxiliary is not None:
             self._auxiliaries[key] = auxiliary.detach()
+        if metrics is not None:
+            self._metrics[key] = metrics
         if self._training:
             self._saved[key] = _Saved(hidden, output, auxiliary, tape)
         if is_last:
@@ -180,21 +189,42 @@ class Pass:
             )
 
 
-def _unpack(stage: int, returned: Any) -> tuple[Tensor, Tensor | None]:
+def _unpack(stage: int, returned: Any) -> tuple[Tensor, Tensor | None, dict[str, Tensor] | None]:
     """Check what a stage returned: a tensor of two rows could be taken apart like a pair."""
-    is_pair = isinstance(returned, tuple | list) and len(returned) == 2
-    if not is_pair or not isinstance(returned[0], Tensor):
+    is_result = isinstance(returned, tuple | list) and len(returned) in (2, 3)
+    if not is_result or not isinstance(returned[0], Tensor):
         raise ValueError(
             f"stage {stage} must return (output, auxiliary loss or None) with a tensor as its "
-            f"output, got {_describe(returned)}."
+            f"output, and a dict of metrics as a third if it has any, got {_describe(returned)}."
         )
-    output, auxiliary = returned
+    output, auxiliary, *rest = returned
     if auxiliary is not None and not isinstance(auxiliary, Tensor):
         raise ValueError(
             f"the auxiliary loss of stage {stage} must be a scalar tensor or None, got "
             f"{_describe(auxiliary)}."
         )
-    return output, auxiliary
+    metrics = rest[0] if rest else None
+    return output, auxiliary, None if metrics is None else _check_metrics(stage, metrics)
+
+
+def _check_metrics(stage: int, metrics: Any) -> dict[str, Tensor]:
+    if not isinstance(metrics, Mapping):
+        raise ValueError(
+            f"the metrics of stage {stage} must be a dict of tensors by name, got "
+            f"{_describe(metrics)}."
+        )
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise ValueError(
+                f"the metrics of stage {stage} must be tensors by name, got {_describe(value)} "
+                f"at {name!r}."
+            )
+        if value.requires_grad:
+            raise ValueError(
+                f"the metrics of stage {stage} must not carry gradients, {name!r} does; detach it, "
+                f"or return it as the auxiliary loss."
+            )
+    return dict(metrics)
 
 
 def _describe(value: Any) -> str:
