@@ -6,41 +6,24 @@ What comes out must use the matrix units of its architecture and spill no regist
 
 import itertools
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import compiled_kernels
 import pytest
 import torch
-from compiled_kernels import SHARED_BYTES
+from offline_operands import (
+    E4M3,
+    E5M2,
+    OUT_DTYPES,
+    E,
+    K,
+    N,
+    R,
+    assert_fits,
+    compiling_for,
+    offsets,
+    packed,
+)
 from torch import Tensor
-
-E, R, K, N = 4, 300, 512, 384
-
-
-@contextmanager
-def compiling_for(capability: int) -> Iterator[list[Any]]:
-    """As the shared one, with the tilings and the casts of this architecture."""
-    from olmo_mxfp8._triton import quantize, tiling
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "generation", lambda device: capability // 10)
-        patch.setattr(quantize, "casts", lambda device: capability >= 89)
-        with compiled_kernels.compiling_for(capability) as compiled:
-            yield compiled
-
-
-def assert_fits(kernel: Any, capability: int) -> None:
-    compiled_kernels.assert_fits(kernel, SHARED_BYTES[capability])
-
-
-def _packed(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.zeros(shape, dtype=torch.uint8 if dtype.itemsize == 1 else dtype).view(dtype)
-
-
-def _offsets() -> Tensor:
-    return torch.zeros(E, dtype=torch.int32)
 
 
 def _product(
@@ -58,15 +41,15 @@ def _product(
     scales: dict[str, tuple[Tensor, Tensor] | tuple[None, None]] = {
         "plain": (None, None),
         "native": (
-            _packed(R, K // 32, dtype=torch.uint8),
-            _packed(E, N, K // 32, dtype=torch.uint8),
+            packed(R, K // 32, dtype=torch.uint8),
+            packed(E, N, K // 32, dtype=torch.uint8),
         ),
     }
     a_scales, b_scales = scales[kind]
     row_product(
-        _packed(R, K, dtype=dtypes[0]),
-        _packed(E, N, K, dtype=dtypes[1]),
-        _offsets(),
+        packed(R, K, dtype=dtypes[0]),
+        packed(E, N, K, dtype=dtypes[1]),
+        offsets(),
         out_dtype,
         kind=kind,
         a_scales=a_scales,
@@ -82,7 +65,6 @@ def _compile_product(capability: int, kind: str, out_dtype: torch.dtype, **optio
     return product
 
 
-OUT_DTYPES = pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
 UNITS = {
     80: r"mma\.sync\S*bf16",
     90: r"wgmma\.mma_async\S*bf16",
@@ -90,7 +72,6 @@ UNITS = {
     120: r"mma\.sync\S*bf16",
 }
 SCALED_UNITS = {100: r"tcgen05\.mma\S*mxf8f6f4\.block_scale", 120: r"mma\.sync\S*block_scale"}
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ELEMENTS = {E4M3: "e4m3", E5M2: "e5m2"}
 
 
@@ -119,11 +100,11 @@ def test_the_coarse_product_multiplies_codes_on_hopper(
 
     with compiling_for(90) as compiled:
         coarse_product(
-            _packed(R, K, dtype=dtypes[0]),
-            _packed(R, K // 32, dtype=torch.uint8),
-            _packed(E, N, K, dtype=dtypes[1]),
-            _packed(E, N, K // 32, dtype=torch.uint8),
-            _offsets(),
+            packed(R, K, dtype=dtypes[0]),
+            packed(R, K // 32, dtype=torch.uint8),
+            packed(E, N, K, dtype=dtypes[1]),
+            packed(E, N, K // 32, dtype=torch.uint8),
+            offsets(),
             out_dtype,
         )
     kernel = compiled[-1]
@@ -153,7 +134,7 @@ def test_the_outer_product(capability: int, out_dtype: torch.dtype) -> None:
     from olmo_mxfp8._triton.outer_product import outer_product
 
     with compiling_for(capability) as compiled:
-        outer_product(_packed(R, N), _packed(R, K), _offsets(), out_dtype)
+        outer_product(packed(R, N), packed(R, K), offsets(), out_dtype)
     (kernel,) = compiled
     assert re.search(UNITS[capability], kernel.asm["ptx"])
     assert_fits(kernel, capability)
@@ -164,7 +145,7 @@ def test_swiglu(capability: int) -> None:
     from olmo_mxfp8._formats import FORMATS
     from olmo_mxfp8._triton import swiglu
 
-    hidden, d_act = _packed(R, 2 * N), _packed(R, N)
+    hidden, d_act = packed(R, 2 * N), packed(R, N)
     with compiling_for(capability) as compiled:
         for granularity in (32, 128):
             for weights in (None, torch.zeros(R)):
@@ -183,7 +164,7 @@ def test_quantise_and_dequantise(capability: int) -> None:
 
     with compiling_for(capability) as compiled:
         for element in FORMATS.values():
-            x = _packed(256, 512)
+            x = packed(256, 512)
             for dim in (0, 1):
                 for granularity in (32, 128):
                     quantize.quantize(x, dim, element, rceil=True, granularity=granularity)
@@ -191,11 +172,11 @@ def test_quantise_and_dequantise(capability: int) -> None:
                         options = {"granularity": granularity, "weights_R": torch.zeros(256)}
                         quantize.quantize(x, dim, element, rceil=True, **options)
                 quantize.quantize_tiles(x, dim, element, rceil=True)
-                scales = _packed(256 // 32 ** (1 - dim), 512 // 32**dim, dtype=torch.uint8)
-                codes = _packed(256, 512, dtype=torch.uint8)
+                scales = packed(256 // 32 ** (1 - dim), 512 // 32**dim, dtype=torch.uint8)
+                codes = packed(256, 512, dtype=torch.uint8)
                 dequantize.dequantize(codes, scales, dim, element, torch.bfloat16)
             quantize.quantize_both(x, element, rceil=True)
-            scales = _packed(256, 512 // 32, dtype=torch.uint8)
+            scales = packed(256, 512 // 32, dtype=torch.uint8)
             rows = torch.zeros(R, dtype=torch.int32)
             dequantize_rows.dequantize_rows(codes, scales, rows, element, torch.bfloat16)
             assert "assertfail" in compiled[-1].asm["ptx"], "a row out of range must be an error"
@@ -214,7 +195,7 @@ def test_weights_with_their_transposes(capability: int, tiles: bool) -> None:
     with compiling_for(capability) as compiled:
         for element in FORMATS.values():
             for dtype in (torch.float32, torch.bfloat16):
-                w = _packed(E, 256, 512, dtype=dtype)
+                w = packed(E, 256, 512, dtype=dtype)
                 quantize_with_transpose(w, element, rceil=True, tiles=tiles)
     assert len(compiled) == 4
     for kernel in compiled:
@@ -230,8 +211,8 @@ def test_quantise_pairs_of_bfloat16(capability: int) -> None:
     from olmo_mxfp8._formats import FORMATS
     from olmo_mxfp8._triton import quantize_pairs
 
-    x, codes = _packed(256, 512), _packed(256, 512, dtype=torch.uint8)
-    row_scales, column_scales = (_packed(*s, dtype=torch.uint8) for s in ((256, 16), (8, 512)))
+    x, codes = packed(256, 512), packed(256, 512, dtype=torch.uint8)
+    row_scales, column_scales = (packed(*s, dtype=torch.uint8) for s in ((256, 16), (8, 512)))
     with compiling_for(capability) as compiled:
         for element in FORMATS.values():
             for granularity in (32, 128):

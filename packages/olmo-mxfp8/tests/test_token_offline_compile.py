@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from test_offline_compile import (
+from offline_operands import (
     E4M3,
     E5M2,
     OUT_DTYPES,
@@ -12,10 +12,10 @@ from test_offline_compile import (
     K,
     N,
     R,
-    _offsets,
-    _packed,
     assert_fits,
     compiling_for,
+    offsets,
+    packed,
 )
 
 
@@ -24,13 +24,13 @@ def test_quantising_along_tokens(capability):
     from olmo_mxfp8._formats import FORMATS
     from olmo_mxfp8._triton.quantize_tokens import quantize_tokens
 
-    codes = _packed(R, K, dtype=torch.uint8), _packed(R, K // 32, dtype=torch.uint8)
+    codes = packed(R, K, dtype=torch.uint8), packed(R, K // 32, dtype=torch.uint8)
     with compiling_for(capability) as compiled:
         for element in FORMATS.values():
-            for x in (_packed(R, K), _packed(R, K, dtype=torch.float32)):
-                quantize_tokens(x, None, None, _offsets(), element, rceil=True)
+            for x in (packed(R, K), packed(R, K, dtype=torch.float32)):
+                quantize_tokens(x, None, None, offsets(), element, rceil=True)
             for source in FORMATS.values():
-                quantize_tokens(*codes, source, _offsets(), element, rceil=True)
+                quantize_tokens(*codes, source, offsets(), element, rceil=True)
     listings, kernels = compiled[::2], compiled[1::2]
     assert len(kernels) == 2 * (2 + 2)
     assert all("assertfail" in each.asm["ptx"] for each in listings)
@@ -47,11 +47,11 @@ def test_the_token_product_multiplies_codes_on_hopper(out_dtype, formats):
     places = num_places(R, E)
     with compiling_for(90) as compiled:
         token_product(
-            _packed(N, 128 * places, dtype=formats[0]),
-            _packed(places, N, dtype=torch.float32),
-            _packed(K, 128 * places, dtype=formats[1]),
-            _packed(places, K, dtype=torch.float32),
-            _offsets(),
+            packed(N, 128 * places, dtype=formats[0]),
+            packed(places, N, dtype=torch.float32),
+            packed(K, 128 * places, dtype=formats[1]),
+            packed(places, K, dtype=torch.float32),
+            offsets(),
             R,
             out_dtype,
         )

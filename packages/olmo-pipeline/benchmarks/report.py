@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from measure import Row
+from olmo_pipeline import simulate, v_shape
 
 COLOURS = (
     "#8c8c8c", "#4a86d8", "#1f4e9c", "#d84a4a", "#72c2b2", "#1f8c6c", "#c29a2a",
@@ -20,16 +21,30 @@ def write_report(rows: list[Row], folder: Path) -> None:
         for row in rows:
             writer.writerow(f"{x:.6g}" if isinstance(x, float) else x for x in row)
     (folder / "summary.md").write_text(_summary(rows), encoding="utf-8")
-    bubble = _chart(rows, "idle share of all rank-time, %", lambda row: 100 * row.bubble)
+    bubble = _chart(
+        rows, "idle share of all rank-time, %", lambda row: 100 * row.bubble, _published_bubble
+    )
     (folder / "bubble.svg").write_text(bubble, encoding="utf-8")
     # GPipe keeps 2 m, which would press all other lines together.
     others = [row for row in rows if row.schedule != "gpipe"]
-    peak = _chart(others, "live activations on the fullest rank, per P", _peak_per_rank)
+    title = "live activations on the fullest rank, per P"
+    peak = _chart(others, title, _peak_per_rank, _published_peak)
     (folder / "peak.svg").write_text(peak, encoding="utf-8")
 
 
 def _peak_per_rank(row: Row) -> float:
     return row.peak / row.num_ranks
+
+
+def _published_bubble(row: Row) -> float | None:
+    if row.published_idle is None:
+        return None
+    work = row.makespan - row.idle
+    return 100 * row.published_idle / (row.published_idle + work)
+
+
+def _published_peak(row: Row) -> float | None:
+    return None if row.published_peak is None else row.published_peak / row.num_ranks
 
 
 def _summary(rows: list[Row]) -> str:
@@ -55,7 +70,11 @@ def _summary(rows: list[Row]) -> str:
         "",
         f"{len(proved)} of {len(searched)} searched schedules are proved best. Of "
         f"{sum(row.published_idle is not None for row in rows)} published values "
-        f"{len(differing)} differ: {_names(differing)}.",
+        f"{len(differing)} differ: {_names(differing)}. Its formula takes a forward beside a "
+        "backward as one step that ends for both at once; here the two are actions in turn, and "
+        "who waits for the first does not wait for the second, which halves the idle time.",
+        "",
+        _of_the_report(),
         "",
     ]
     for count in (8, 64):
@@ -69,6 +88,16 @@ def _summary(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def _of_the_report() -> str:
+    """What is published of `v_shape` has a backward as long as a forward; no other row here has."""
+    timeline = simulate(v_shape(4, 8), forward=1.0, backward=1.0)
+    peaks = "/".join(map(str, timeline.peak_live_per_rank))
+    return (
+        "Of v_shape 23.8 % and peaks of 6 are published, for 4 ranks and 8 microbatches and a "
+        f"backward as long as a forward: with these {100 * timeline.bubble:.1f} % and {peaks}."
+    )
+
+
 def _line(row: Row) -> str:
     idle = f"{row.idle:g}" + ("" if row.published_idle is None else f" ({row.published_idle:g})")
     peak = f"{row.peak}" + ("" if row.published_peak is None else f" ({row.published_peak})")
@@ -80,19 +109,27 @@ def _names(rows: list[Row]) -> str:
     return ", ".join(sorted({row.schedule for row in rows})) or "none"
 
 
-def _chart(rows: list[Row], title: str, value: Callable[[Row], float]) -> str:
-    """Return an SVG with a panel per number of ranks: microbatches to the right, a line each."""
+def _chart(
+    rows: list[Row],
+    title: str,
+    value: Callable[[Row], float],
+    published: Callable[[Row], float | None],
+) -> str:
+    """Return an SVG with a panel per number of ranks: microbatches to the right, a line each.
+
+    Where a formula is published and holds, a ring has its value.
+    """
     ranks = sorted({row.num_ranks for row in rows})
     counts = sorted({row.num_microbatches for row in rows})
     names = list(dict.fromkeys(row.schedule for row in rows))
     wide, high, top = 190, 240, 50
     width, height = 60 + len(ranks) * wide + 180, top + high + 50
-    most = max(map(value, rows))
+    most = max([*map(value, rows), *(level for row in rows if (level := published(row)))])
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="11"><rect width="{width}" height="{height}" '
-        f'fill="white"/><text x="60" y="20" font-size="14">{title}; to the right: microbatches'
-        f"</text>"
+        f'fill="white"/><text x="60" y="20" font-size="14">{title}; to the right: microbatches; '
+        f"rings: published formulas</text>"
     ]
     for tick in range(5):
         level, y = most * tick / 4, top + high * (1 - tick / 4)
@@ -115,6 +152,14 @@ def _chart(rows: list[Row], title: str, value: Callable[[Row], float]) -> str:
             out.append(
                 f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
             )
+            for row in rows:
+                if (row.num_ranks, row.schedule) != (num_ranks, name):
+                    continue
+                if (formula := published(row)) is not None:
+                    x, y = xs[row.num_microbatches], top + high * (1 - formula / most)
+                    out.append(
+                        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="none" stroke="{colour}"/>'
+                    )
     for number, (colour, name) in enumerate(zip(COLOURS[-len(names) :], names, strict=True)):
         x, y = 60 + len(ranks) * wide, top + 10 + 18 * number
         out.append(f'<path d="M{x} {y - 4}h20" stroke="{colour}" stroke-width="3"/>')

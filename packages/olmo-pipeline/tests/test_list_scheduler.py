@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from olmo_pipeline import Costs, simulate, validate
 from olmo_pipeline._bounds import least_makespan
 from olmo_pipeline._list_scheduler import DueTimes, Problem, Walk, as_schedule
-from olmo_pipeline._search import _turn, _turn_rows
+from olmo_pipeline._starts import turn, turn_rows
 from olmo_pipeline._simulate import lay_out
 
 
@@ -108,10 +108,10 @@ def test_no_schedule_beats_the_bound(any_split_schedule, data):
 @given(st.data())
 def test_a_walk_back_through_time_is_a_schedule(data):
     problem = data.draw(_problems(split=False))
-    turned = _turn(problem)
+    turned = turn(problem)
     walk = Walk(turned, data.draw(_due_times(turned)))
     makespan = walk.run()
-    schedule = as_schedule(problem, _turn_rows(problem, walk.rows), "turned")
+    schedule = as_schedule(problem, turn_rows(problem, walk.rows), "turned")
     validate(schedule, max_live=problem.max_live)
     assert lay_out(schedule, problem.costs).makespan <= makespan + 1e-9
     assert least_makespan(problem) == pytest.approx(least_makespan(turned))
