@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from olmo_pipeline import Costs, simulate, validate
 from olmo_pipeline._bounds import least_makespan
 from olmo_pipeline._list_scheduler import DueTimes, Problem, Walk, as_schedule
-from olmo_pipeline._starts import turn, turn_rows
 from olmo_pipeline._simulate import lay_out
+from olmo_pipeline._starts import turn, turn_rows
 
 
 def _floats(least, most, length):

@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 F64 = torch.float64
 WIDTH = 4
+# It lives as long as the process: torch stumbles over names of operations that are gone.
+LIBRARY = torch.library.Library("olmo_pipeline_tests", "FRAGMENT")
 
 
 class _Product(torch.autograd.Function):
@@ -148,9 +150,8 @@ def test_a_rule_of_the_caller_or_none_on_purpose_ends_the_warning():
     def stage(hidden, x):
         return torch.ops.olmo_pipeline_tests.whole(split(x), whole.weight).sum(), None
 
-    library = torch.library.Library("olmo_pipeline_tests", "FRAGMENT")
-    library.define("whole(Tensor x, Tensor weight) -> Tensor")
-    library.impl("whole", product, "CompositeImplicitAutograd")
+    LIBRARY.define("whole(Tensor x, Tensor weight) -> Tensor")
+    LIBRARY.impl("whole", product, "CompositeImplicitAutograd")
     operator = torch.ops.olmo_pipeline_tests.whole
     assert len(_said(stage)) == 1
     assert _said(stage, split_rules={operator: rule}) == []
