@@ -30,8 +30,8 @@ def uncompiled(*, reason: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]
                 disabled = cast(Callable[_P, _R], torch.compiler.disable(function, reason=reason))
             return disabled(*args, **kwargs)
 
-        # What `torch.compiler.disable` marks functions with: the first call may be a compiler's, and
-        # it could not look into the lines above.
+        # As `torch.compiler.disable` marks functions: the first call may be the compiler's, which
+        # could not look into the lines above.
         call._torchdynamo_disable = True  # pyright: ignore[reportAttributeAccessIssue]
         call._torchdynamo_disable_msg = reason  # pyright: ignore[reportAttributeAccessIssue]
         return call
