@@ -46,13 +46,13 @@ def test_a_rank_holds_what_its_schedule_says(kind, pipeline):
     assert schedule.num_microbatches == 3
 
 
-@pytest.mark.parametrize("split_backward", [False, True])
-def test_a_searched_schedule_keeps_its_cap_and_is_the_same_every_time(split_backward):
-    words = {"kind": "search", "memory_cap": 5, "split_backward": split_backward}
+@pytest.mark.parametrize("backward", ["whole", "split"])
+def test_a_searched_schedule_keeps_its_cap_and_is_the_same_every_time(backward):
+    words = {"kind": "search", "memory_cap": 5, "backward": backward}
     layout = LayoutConfig.model_validate({"pipeline": 4, "schedule": words})
     schedule = build_schedule(layout, 6)
     validate(schedule, max_live=5)
-    assert schedule.splits_backward == split_backward
+    assert schedule.splits_backward == (backward == "split")
     assert build_schedule(layout, 6) == schedule  # ranks search each for itself
     uncapped = LayoutConfig.model_validate({"pipeline": 4, "schedule": {"kind": "search"}})
     peak = max(simulate(build_schedule(uncapped, 6)).peak_live_per_rank)

@@ -79,7 +79,7 @@ class Searched(PipelineSchedule):
     memory_cap: int | None = Field(
         default=None, ge=2, description="activations of a stage that a rank keeps; none = any"
     )
-    split_backward: bool = False
+    backward: Literal["whole", "split"] = "whole"
     stages_per_rank: ClassVar[int] = 2
     placement: ClassVar[Literal["loop", "v"]] = "v"
 

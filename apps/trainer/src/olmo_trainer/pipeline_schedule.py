@@ -62,12 +62,12 @@ def build_schedule(layout: LayoutConfig, num_microbatches: int) -> Schedule:
         case DualPipeV():
             return dual_pipe_v(ranks, num_microbatches)
         # Bounded by a number of tries, not by time, with fixed seeds: all ranks find the same.
-        case Searched(memory_cap=memory_cap, split_backward=split_backward):
+        case Searched(memory_cap=memory_cap, backward=backward):
             return search(
                 ranks,
                 num_microbatches,
                 memory_cap=memory_cap,
-                split_backward=split_backward,
+                split_backward=backward == "split",
                 tries=SEARCH_TRIES,
             )
 

@@ -92,7 +92,7 @@ def _choices() -> tuple[Choice, ...]:
     made = [Choice(f"schedule {kind}", (f"layout.schedule.kind={kind}",), STAGES) for kind in kinds]
     search = ("layout.schedule.kind=search", "layout.schedule.memory_cap=3")
     made.append(Choice("schedule search", search, STAGES))
-    halves = ("layout.schedule.split_backward=true",)
+    halves = ("layout.schedule.backward=split",)
     made.append(Choice("schedule search, split backward", search + halves, STAGES))
     for scenario in SCENARIOS:
         rowwise = ("layout.dispatcher.kind=rowwise",)
