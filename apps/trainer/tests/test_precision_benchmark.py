@@ -146,6 +146,12 @@ def test_files_are_joined_into_one_report_with_the_spread_over_seeds(tmp_path):
     ]
     assert "- toy_coarse_seed-1: exit status 1: out of" in report.read_text()
     assert report.with_suffix(".svg").exists()
+    elsewhere = tmp_path / "elsewhere"
+    assert _call("--render", first, second, "--out", elsewhere).returncode == 0
+    assert (elsewhere / report.name).read_text() == report.read_text()
+    refused = _call("--render", first, "--seeds", "1")
+    assert refused.returncode == 2
+    assert "takes --out alone, got --seeds" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def main() -> int:
     parser, options = _options()
     try:
         if options.render:
-            print("wrote", *report.render(options.render))
+            print("wrote", *report.render(options.render, options.out))
             return 0
         cases = [
             Case(recipe=recipe, precision=precision, seed=seed)
@@ -101,7 +101,11 @@ def _options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--steps", type=int, help="of every run; default: 1000")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--workers", type=int, default=2, help="runs side by side; default 2")
-    parser.add_argument("--out", type=Path, help="folder of the report; default: reports/")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of the report; default: reports/, for --render that of its first file",
+    )
     parser.add_argument("--runs", type=Path, help="keep the runs' folders here; default: none")
     parser.add_argument(
         "--render", type=Path, nargs="+", metavar="JSON", help="of earlier calls: write the report"
@@ -110,6 +114,10 @@ def _options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     options = parser.parse_args()
     if options.workers < 1:
         parser.error(f"--workers must be at least 1, got {options.workers}")
+    others = [word for word in sys.argv[1:] if word.startswith("--")]
+    others = [word for word in others if not word.startswith(("--ren", "--o"))]
+    if options.render and others:
+        parser.error(f"--render trains nothing and takes --out alone, got {' '.join(others)}")
     return parser, options
 
 

@@ -51,15 +51,20 @@ def write(
     return _write(data, content)
 
 
-def render(files: Sequence[Path]) -> list[Path]:
+def render(files: Sequence[Path], folder: Path | None = None) -> list[Path]:
     """Write the report and plot of JSON files of `write`; several are joined into the first's name.
+
+    Args:
+        files: What to draw.
+        folder: Where to; beside the first file when None.
 
     Raises:
         ValueError: A run is in two files, or the files differ in what the runs of a recipe share.
     """
     contents = [json.loads(path.read_text()) for path in files]
+    target = files[0] if folder is None else folder / files[0].name
     if len(contents) == 1:
-        return _write(files[0], contents[0])[1:]
+        return _write(target, contents[0])
     shared: dict[str, list[str]] = {}
     runs: dict[str, dict[str, Any]] = {}
     for path, content in zip(files, contents, strict=True):
@@ -79,10 +84,11 @@ def render(files: Sequence[Path]) -> list[Path]:
         "shared": shared,
         "runs": [_plain(_run(run)) for run in runs.values()],
     }
-    return _write(files[0].with_name(f"{files[0].stem}_joined.json"), joined)
+    return _write(target.with_name(f"{target.stem}_joined.json"), joined)
 
 
 def _write(data: Path, content: Mapping[str, Any]) -> list[Path]:
+    data.parent.mkdir(parents=True, exist_ok=True)
     partial = data.with_suffix(".partial")
     partial.write_text(json.dumps(content) + "\n")
     partial.replace(data)  # who is stopped in the middle of the runs has those that ended
