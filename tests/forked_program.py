@@ -10,12 +10,13 @@ Importing torch takes seconds; a fork of a process with one thread takes millise
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from free_port import free_port
 
 
 class ForkedProgram:
@@ -57,9 +58,7 @@ class ForkedProgram:
 
     def start_ranks(self, arguments: Sequence[str], world: int, *, before: str = "") -> list[int]:
         """Start the ranks of one run, as torchrun does; return their process ids."""
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
         return [
             self.start(

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from free_port import free_port
 
 
 def gpu_of(rank: int) -> torch.device:
@@ -43,9 +44,7 @@ def launch(program: Path, *arguments: str, world: int, timeout: float = 240.0) -
     """
     each = min(world, torch.cuda.device_count())
     assert world % each == 0, f"{world} ranks must share {each} GPUs alike"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     hosts = world // each
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={hosts}"]
     command += [f"--nproc-per-node={each}", "--master-addr=127.0.0.1", f"--master-port={port}"]
