@@ -31,9 +31,9 @@ from ._checks import (
     refused_elsewhere_error,
     unknown_ids_error,
 )
-from ._codec import PackedRows, PairCodec, pack_rows
 from ._group import resolve_group, share_of_experts
 from ._interface import Dispatched
+from ._pair_codec import PackedRows, PairCodec, pack_rows
 from ._routed_exchange import RoutedExchange
 from ._uncompiled import uncompiled
 from .reference import Routes, sort_routes

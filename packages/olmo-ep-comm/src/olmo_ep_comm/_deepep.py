@@ -30,7 +30,6 @@ from ._checks import (
     has_unknown_ids,
     unknown_ids_error,
 )
-from ._codec import PackedRows, PairCodec, pack_rows, unpack_rows
 from ._deepep_import import DeepEP, import_deepep
 from ._group import (
     agree,
@@ -40,6 +39,7 @@ from ._group import (
     share_of_experts,
 )
 from ._interface import Dispatched
+from ._pair_codec import PackedRows, PairCodec, pack_rows, unpack_rows
 from ._uncompiled import uncompiled
 
 _LIMITS = {"num_experts": 2048, "top_k": 32}

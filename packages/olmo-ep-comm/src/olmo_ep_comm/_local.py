@@ -5,8 +5,8 @@ from torch import Tensor
 
 from ._autograd import combine_rows, dispatch_rows
 from ._checks import check_inputs, check_num_experts, has_unknown_ids, unknown_ids_error
-from ._codec import PairCodec, pack_rows
 from ._interface import Dispatched
+from ._pair_codec import PairCodec, pack_rows
 from ._routed_exchange import RoutedExchange
 from .reference import sort_routes
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ._codec import PackedRows, PairCodec, pack_rows, unpack_rows
+from ._pair_codec import PackedRows, PairCodec, pack_rows, unpack_rows
 from .reference import Routes, gather_rows, gather_weights, return_weights, sum_rows
 
 

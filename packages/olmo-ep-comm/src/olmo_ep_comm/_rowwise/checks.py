@@ -11,7 +11,7 @@ from olmo_ep_comm._checks import (
     check_num_experts,
     check_positive,
 )
-from olmo_ep_comm._codec import PairCodec, pack_rows
+from olmo_ep_comm._pair_codec import PairCodec, pack_rows
 
 from .buffers import Buffers
 from .plan import Admit

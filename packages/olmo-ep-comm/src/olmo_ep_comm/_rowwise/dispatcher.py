@@ -9,7 +9,6 @@ from torch import Tensor
 
 from olmo_ep_comm._autograd import combine_rows, dispatch_rows, need_gradient
 from olmo_ep_comm._checks import check_num_experts
-from olmo_ep_comm._codec import PairCodec
 from olmo_ep_comm._group import (
     agree,
     check_not_capturing,
@@ -19,6 +18,7 @@ from olmo_ep_comm._group import (
     share_of_experts,
 )
 from olmo_ep_comm._interface import Dispatched
+from olmo_ep_comm._pair_codec import PairCodec
 from olmo_ep_comm._uncompiled import uncompiled
 
 from .buffers import Buffers, Settings
@@ -191,7 +191,7 @@ class RowwiseDispatcher:
             TypeError: If the dtype is not that of the dispatcher, or the weights are not float32.
             RuntimeError: If `live_forwards` dispatches are alive already.
         """
-        with self._buffers.telling_others():
+        with self._buffers.faults.telling_others():
             check_call(self._buffers, x_TD, expert_ids_TK, weights_TK)
             exchange = _OneRank(RowwiseExchange(self._buffers, [expert_ids_TK]))
         x_TD = need_gradient(x_TD, weights_TK)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from olmo_ep_comm._codec import PackedRows, PairCodec, pack_rows, unpack_rows
+from olmo_ep_comm._pair_codec import PackedRows, PairCodec, pack_rows, unpack_rows
 
 from .buffers import Buffers
 from .plan import SourcePlan
@@ -57,10 +57,7 @@ class RowwiseExchange:
                 *(counts_RW, buffers.settings.admit, form),
             )
             if is_sound.is_cuda:
-                torch._assert_async(is_sound, buffers.fault_message())
-                if buffers.can_overflow:
-                    room = buffers.has_room(counts_RW)
-                    torch._assert_async(room, str(buffers.overflow_error()))
+                buffers.faults.assert_none(is_sound, counts_RW)
             words_TW = _words(tokens[i], packed[i], form.token_words)
             moves.put_rows(buffers.rows, counts_RW[:, form.lease_column], words_TW, plan)
             self.plans.append(plan)
@@ -84,7 +81,7 @@ class RowwiseExchange:
     def _exchange_counts(self, tokens: list[Tensor]) -> tuple[list[PackedRows | None], list[Any]]:
         """Return the tokens as they travel and what the plan needs of the requests."""
         buffers = self._buffers
-        with buffers.telling_others():
+        with buffers.faults.telling_others():
             packed = [self._pack(buffers.settings.codec, x_TD) for x_TD in tokens]
         requests = [
             self._moves.put_requests(buffers.counts, rank, ids_TK, self._lease, self._form)
@@ -93,7 +90,7 @@ class RowwiseExchange:
         self._ids = []
         buffers.memory.barrier()
         if buffers.memory.device.type == "cpu":
-            buffers.raise_faults()
+            buffers.faults.raise_any()
         return packed, requests
 
     def sum_results(self, results: list[Tensor]) -> list[Tensor]:

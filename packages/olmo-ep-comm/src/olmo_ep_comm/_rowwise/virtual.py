@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from olmo_ep_comm._checks import check_results
-from olmo_ep_comm._codec import PairCodec
 from olmo_ep_comm._interface import Dispatched
+from olmo_ep_comm._pair_codec import PairCodec
 
 from .buffers import Buffers, Settings
 from .checks import check_call, check_shares, make_form

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from olmo_ep_comm._codec import PairCodec
+from olmo_ep_comm._pair_codec import PairCodec
 
 from .checks import check_shares, make_form
 from .sizes import CombineBy

@@ -3,6 +3,8 @@
 MXFP8 (OCP Microscaling Formats, version 1.0) keeps one scale byte for 32 values, so that a value
 takes 33/32 bytes on the wire where bfloat16 takes 2. The two functions of a codec are the caller's:
 nothing here knows what the bytes mean, and every token is encoded once, however many its routes.
+Gradients travel so in `send_gradients` of each exchange: `_routed_exchange`, `_rowwise.exchange`,
+`_deepep`.
 
 Shapes: N rows, D width, S scales a row.
 """
