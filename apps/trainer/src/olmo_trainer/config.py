@@ -43,6 +43,10 @@ from olmo_trainer.config_layout import Searched as Searched
 from olmo_trainer.config_layout import VShape as VShape
 from olmo_trainer.config_layout import ZeroBubbleH1 as ZeroBubbleH1
 from olmo_trainer.config_layout import ZeroBubbleV as ZeroBubbleV
+from olmo_trainer.config_learning_rate import CosineSchedule as CosineSchedule
+from olmo_trainer.config_learning_rate import LinearSchedule as LinearSchedule
+from olmo_trainer.config_learning_rate import ScheduleConfig as ScheduleConfig
+from olmo_trainer.config_learning_rate import WSDSchedule as WSDSchedule
 from olmo_trainer.config_node import Config as Config
 from olmo_trainer.config_node import SplitWords
 from olmo_trainer.config_optimizer import AdamWConfig as AdamWConfig
@@ -57,10 +61,6 @@ from olmo_trainer.config_recompute import RecomputeConfig as RecomputeConfig
 from olmo_trainer.config_rerun import DropsRerun as DropsRerun
 from olmo_trainer.config_rerun import NoRerun as NoRerun
 from olmo_trainer.config_rerun import RerunConfig as RerunConfig
-from olmo_trainer.config_schedule import CosineSchedule as CosineSchedule
-from olmo_trainer.config_schedule import LinearSchedule as LinearSchedule
-from olmo_trainer.config_schedule import ScheduleConfig as ScheduleConfig
-from olmo_trainer.config_schedule import WSDSchedule as WSDSchedule
 
 
 class AttentionConfig(Config):

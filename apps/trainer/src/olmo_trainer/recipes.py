@@ -15,7 +15,7 @@ from olmo_trainer.config import (
     RunConfig,
     TrainerConfig,
 )
-from olmo_trainer.report_family import report_recipes
+from olmo_trainer.recipes_olmo_core_3 import report_recipes
 
 
 def toy() -> TrainerConfig:

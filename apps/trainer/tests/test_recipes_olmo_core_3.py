@@ -8,8 +8,8 @@ from olmo_ep_comm import create_dispatcher
 from olmo_trainer.build import build_part
 from olmo_trainer.config import RowwiseDispatcher
 from olmo_trainer.recipes import RECIPES
+from olmo_trainer.recipes_olmo_core_3 import POINTS, POSITIONS, VOCABULARY, Point
 from olmo_trainer.report.page import flatten
-from olmo_trainer.report_family import POINTS, POSITIONS, VOCABULARY, Point
 from olmo_trainer.sizes import count_flops, count_parameters, stage_layers
 
 # Active and total in billions, to the digits of table 30; FLOP a token in billions, of section 14.

@@ -4,8 +4,8 @@ Sources: the production points of its table 30 with the shapes behind them, and 
 of its figure 4, whose total capacity grows while a token's work stays. All have 8,192 positions, 4
 experts a token, one shared expert as wide as a routed one, and dense layers of 5 times that width.
 
-Where the text leaves a choice open, `tests/test_report_family.py` finds the one that gives the
-published counts: embedding and head are two tables and both count as active, as do the routers;
+Where the text leaves a choice open, `tests/test_recipes_olmo_core_3.py` finds the one that gives
+the published counts: embedding and head are two tables and both count as active, as do the routers;
 each block has four norms of the width of the model and two of a head's; no product has a bias.
 
 As there: layout, two stages a rank, batch and microbatch, BF16 or MXFP8, recompute, the path of the
