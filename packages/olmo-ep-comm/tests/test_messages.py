@@ -38,6 +38,8 @@ WEIGHTS = torch.ones(3, 2)
             ValueError,
             "`weights_TK` must be on the device of `x_TD`, cpu",
         ),
+        ([1.0], IDS, WEIGHTS, TypeError, "`x_TD` must be a tensor, got a list"),
+        (X, IDS, None, TypeError, "`weights_TK` must be a tensor, got a NoneType"),
         (X, IDS + 6, WEIGHTS, ValueError, r"ids in \[0, `num_experts`=6\), or -1"),
         (X, IDS - 2, WEIGHTS, ValueError, r"ids in \[0, `num_experts`=6\), or -1"),
     ],
@@ -91,6 +93,11 @@ def test_combine_refuses_what_is_no_handle():
             ValueError,
             "`num_experts` must be at least 1, got 0",
         ),
+        (
+            {"backend": "local", "codec": "mx"},
+            TypeError,
+            "`codec` must be a PairCodec or None, got 'mx'",
+        ),
         ({"backend": "all_to_all"}, RuntimeError, "there is no default group; call"),
     ],
 )
@@ -113,6 +120,8 @@ SIZES = {"max_tokens": 4, "width": 256, "top_k": 2}
 def test_a_time_out_that_is_none_is_refused(group_of_one, timeout_s):
     with pytest.raises(ValueError, match=r"`timeout_s` must be finite and at least 0\.001 seconds"):
         create_dispatcher("rowwise", num_experts=4, **SIZES, timeout_s=timeout_s)
+    with pytest.raises(TypeError, match="`timeout_s` must be a number of seconds, got '5'"):
+        create_dispatcher("rowwise", num_experts=4, **SIZES, timeout_s="5")
     create_dispatcher("rowwise", num_experts=4, **SIZES, timeout_s=0.001)
 
 
@@ -199,7 +208,10 @@ def test_a_fault_on_one_rank_is_raised_on_all(processes):
     assert ["an id outside" in message for message in rank1[:3]] == [True, True, False]
     assert "`expert_ids_TK` must have shape (3, K)" in rank1[2]
     assert "`x_TD` must be torch.float32" in rank1[3]
-    assert rank1[4:6] == ["a value is not finite", "'list' object has no attribute 'shape'"]
+    assert rank1[4:6] == [
+        "a value is not finite",
+        "`expert_ids_TK` must be a tensor, got a list.",
+    ]
     assert rank0[6:] == rank1[6:]
     form = "torch.float32 in 5 bytes, weights torch.float32"
     assert f"rank 0: width 4, {form}; rank 1: width 3" in rank0[6]

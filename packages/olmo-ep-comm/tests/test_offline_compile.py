@@ -31,8 +31,8 @@ def compile_all(dtype: torch.dtype, width: int, num_experts: int, top_k: int) ->
         top_k=top_k,
         dtype=dtype,
         capacity=64,
-        scale_bytes=0,
-        gradient_scale_bytes=0,
+        scale_bytes=None,
+        gradient_scale_bytes=None,
         live_forwards=1,
         combine_by="put",
     )

@@ -158,6 +158,16 @@ def test_a_wrong_policy_drops_or_keeps_but_never_writes_outside(wrong):
         assert got["y"].isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("kept", "got"), [(None, "NoneType"), ([[[1]]], "list"), (torch.ones(2, 2, 2), "torch.float32")]
+)
+def test_a_policy_that_returns_no_integers_is_refused(kept, got):
+    layer = VirtualRowwise(**SIZES, capacity=5, admit=lambda requested, capacity: kept)
+    x, ids, weights = torch.ones(4, 8).bfloat16(), torch.zeros(4, 2).long(), torch.ones(4, 2)
+    with pytest.raises(TypeError, match=f"`admit` must return a tensor of integers, got {got}"):
+        layer.dispatch([x] * 2, [ids] * 2, [weights] * 2)
+
+
 def test_a_policy_of_another_shape_is_refused():
     case = Problem(tokens=(6, 6), num_experts=4, top_k=3)
     layer = case.virtual(capacity=5, admit=lambda requested, capacity: requested[0])
@@ -404,6 +414,15 @@ SIZES = {"num_ranks": 2, "num_experts": 4, "max_tokens": 4, "width": 8, "top_k":
         ({"max_tokens": 2**30}, ValueError, r"`ranks \* max_tokens \* top_k` must be less than"),
         ({"impl": "cuda"}, ValueError, "`impl` must be one of .* got 'cuda'"),
         ({"combine_by": "push"}, ValueError, r"`combine_by` must be .*'put', 'get'.*, got 'push'"),
+        ({"max_tokens": 16.5}, TypeError, "`max_tokens` must be a whole number, got 16.5"),
+        ({"num_ranks": 0}, ValueError, "`num_ranks` must be at least 1, got 0"),
+        ({"num_experts": 4.0}, TypeError, "`num_experts` must be a whole number, got 4.0"),
+        ({"top_k": "2"}, TypeError, "`top_k` must be a whole number, got '2'"),
+        ({"live_forwards": True}, TypeError, "`live_forwards` must be a whole number, got True"),
+        ({"capacity": 1.5, "admit": keep_tail}, TypeError, "`capacity` must be a whole number"),
+        ({"capacity": 4, "admit": "fair"}, TypeError, "`admit` must be a function .* got 'fair'"),
+        ({"codec": "mx"}, TypeError, "`codec` must be a PairCodec or None, got 'mx'"),
+        ({"backward_codec": print}, TypeError, "`backward_codec` must be a PairCodec or None"),
     ],
 )
 def test_what_cannot_be_is_refused(options, error, message):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from olmo_ep_comm import VirtualRowwise, rowwise_buffer_bytes
-from pair_codecs import MXFP8
+from pair_codecs import CAST, MXFP8
 from rowwise_problem import Problem
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-@pytest.mark.parametrize("codec", [None, MXFP8])
-def test_the_buffers_have_the_size_of_the_formula(codec):
+@pytest.mark.parametrize(("codec", "row"), [(None, 128), (MXFP8, 80), (CAST, 64)])
+def test_the_buffers_have_the_size_of_the_formula(codec, row):
     layer = VirtualRowwise(
         num_ranks=2,
         num_experts=8,
@@ -23,7 +23,7 @@ def test_the_buffers_have_the_size_of_the_formula(codec):
         codec=codec,
         combine_by="put",
     )
-    rows, row = 2 * 16 * 3, 80 if codec else 128
+    rows = 2 * 16 * 3
     want = {"rows 0": rows * row, "rows 1": rows * row, "gradients": rows * 128}
     want |= {"sums": 16 * 2 * 128, "meta": rows * 16, "weights": 16 * 3 * 4, "counts": 2 * 10 * 4}
     assert layer.buffer_bytes == want
@@ -81,7 +81,7 @@ class Allocations(TorchDispatchMode):
         return {at: size for at, (one, size) in self.seen.items() if not one.expired()}
 
 
-@pytest.mark.parametrize("codec", [None, MXFP8])
+@pytest.mark.parametrize("codec", [None, MXFP8, CAST])
 @pytest.mark.parametrize("combine_by", ["put", "get"])
 def test_a_live_forward_holds_the_bytes_of_the_formula(codec, combine_by):
     """What is alive after a dispatch and was not before, the smallest things apart."""

@@ -11,6 +11,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from olmo_ep_comm import PairCodec, RowwiseDispatcher, create_dispatcher
 from olmo_ep_comm._rowwise import moves
+from pair_codecs import CAST
 from rowwise_problem import Problem, assert_equal_local, expert_results, loss_of, run_local
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -370,6 +371,11 @@ def test_a_dispatcher_that_one_rank_cannot_make_is_made_by_none(processes):
 def _refuse(rank: int, world: int) -> str:
     with pytest.raises(ValueError, match="must be the same on every rank") as caught:
         RowwiseDispatcher(num_experts=4, max_tokens=4 + rank, width=8, top_k=2)
+    for name in ("codec", "backward_codec"):  # one without scales is one, too
+        with pytest.raises(ValueError, match="must be the same on every rank"):
+            RowwiseDispatcher(
+                num_experts=4, max_tokens=4, width=8, top_k=2, **{name: CAST if rank else None}
+            )
     few = RowwiseDispatcher(num_experts=2, max_tokens=4, width=8, top_k=2)  # one expert a rank
     inputs = (torch.ones(4, 8).bfloat16(), torch.zeros(4, 2).long(), torch.ones(4, 2))
     for _ in range(2):

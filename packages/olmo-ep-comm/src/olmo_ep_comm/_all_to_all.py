@@ -33,7 +33,7 @@ from ._checks import (
 )
 from ._group import resolve_group, share_of_experts
 from ._interface import Dispatched
-from ._pair_codec import PackedRows, PairCodec, pack_rows
+from ._pair_codec import PackedRows, PairCodec, check_codecs, pack_rows
 from ._routed_exchange import RoutedExchange
 from ._uncompiled import uncompiled
 from .reference import Routes, sort_routes
@@ -105,6 +105,7 @@ class AllToAllDispatcher:
             RuntimeError: If `group` is None and there is no default group.
         """
         check_num_experts(num_experts)
+        check_codecs(codec, backward_codec)
         self._group = resolve_group(group, type(self).__name__)
         self._num_ranks = dist.get_world_size(self._group)
         self._codec, self._backward_codec = codec, backward_codec

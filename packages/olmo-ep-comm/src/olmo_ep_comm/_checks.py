@@ -1,5 +1,7 @@
 """Checks of what a caller hands in, before any work or communication."""
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,9 @@ ID_DTYPES = (torch.int64, torch.int32)
 
 
 def check_positive(name: str, value: int) -> None:
-    """Raise unless the number called `name` is at least 1."""
+    """Raise unless what is called `name` is a whole number of at least 1."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"`{name}` must be a whole number, got {value!r}.")
     if value < 1:
         raise ValueError(f"`{name}` must be at least 1, got {value}.")
 
@@ -35,6 +39,10 @@ def check_fits(
 
 def check_inputs(x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> None:
     """Raise ValueError or TypeError unless shapes, dtypes and devices fit together."""
+    given = {"x_TD": x_TD, "expert_ids_TK": expert_ids_TK, "weights_TK": weights_TK}
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"`{name}` must be a tensor, got a {type(value).__name__}.")
     if x_TD.ndim != 2:
         raise ValueError(f"`x_TD` must have shape (tokens, width), got {tuple(x_TD.shape)}.")
     num_tokens = x_TD.shape[0]

@@ -39,7 +39,7 @@ from ._group import (
     share_of_experts,
 )
 from ._interface import Dispatched
-from ._pair_codec import PackedRows, PairCodec, pack_rows, unpack_rows
+from ._pair_codec import PackedRows, PairCodec, check_codecs, pack_rows, unpack_rows
 from ._uncompiled import uncompiled
 
 _LIMITS = {"num_experts": 2048, "top_k": 32}
@@ -98,6 +98,7 @@ class DeepEPDispatcher:
         check_not_capturing(type(self).__name__)
         with refusing_together(self._group):
             check_num_experts(num_experts)
+            check_codecs(codec, backward_codec)
             _check_limits(num_experts, max_tokens, width, top_k)
             check_positive("cpu_timeout_s", cpu_timeout_s)
             check_positive("gpu_timeout_s", gpu_timeout_s)
@@ -307,11 +308,12 @@ def _rows_of(arrived: tuple[Tensor, Tensor], sent: PackedRows) -> PackedRows:
 
 
 def _check_limits(num_experts: int, max_tokens: int, width: int, top_k: int) -> None:
+    for name, value in (("max_tokens", max_tokens), ("width", width), ("top_k", top_k)):
+        check_positive(name, value)
     for name, value in (("num_experts", num_experts), ("top_k", top_k)):
         if not 1 <= value <= _LIMITS[name]:
             raise ValueError(f"`{name}` must be in [1, {_LIMITS[name]}] for DeepEP, got {value}.")
-    check_positive("max_tokens", max_tokens)
-    if width < 1 or width % _WIDTH_STEP:
+    if width % _WIDTH_STEP:
         raise ValueError(
             f"`width` must be a multiple of {_WIDTH_STEP} for DeepEP, got {width}; "
             'use the backend "all_to_all" for other widths.'

@@ -6,7 +6,7 @@ from torch import Tensor
 from ._autograd import combine_rows, dispatch_rows
 from ._checks import check_inputs, check_num_experts, has_unknown_ids, unknown_ids_error
 from ._interface import Dispatched
-from ._pair_codec import PairCodec, pack_rows
+from ._pair_codec import PairCodec, check_codecs, pack_rows
 from ._routed_exchange import RoutedExchange
 from .reference import sort_routes
 
@@ -46,6 +46,7 @@ class LocalDispatcher:
             ValueError: If there is no expert.
         """
         check_num_experts(num_experts)
+        check_codecs(codec, backward_codec)
         self._codec, self._backward_codec = codec, backward_codec
         self.num_experts = num_experts
         self.local_experts = range(num_experts)

@@ -31,6 +31,22 @@ class PairCodec:
     encode: Callable[[Tensor], tuple[Tensor, Tensor]]
     decode: Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
+    def __post_init__(self) -> None:
+        """Raise TypeError unless both are functions."""
+        for name, value in (("encode", self.encode), ("decode", self.decode)):
+            if not callable(value):
+                raise TypeError(f"`{name}` must be a function, got {value!r}.")
+
+
+def check_codecs(codec: PairCodec | None, backward_codec: PairCodec | None) -> None:
+    """Raise TypeError unless each is a codec or None."""
+    for name, value in (("codec", codec), ("backward_codec", backward_codec)):
+        if value is not None and not isinstance(value, PairCodec):
+            raise TypeError(
+                f"`{name}` must be a PairCodec or None, got {value!r}; pass "
+                "`PairCodec(encode=..., decode=...)`."
+            )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRows:

@@ -11,7 +11,7 @@ from olmo_ep_comm._checks import (
     check_num_experts,
     check_positive,
 )
-from olmo_ep_comm._pair_codec import PairCodec, pack_rows
+from olmo_ep_comm._pair_codec import PairCodec, check_codecs, pack_rows
 
 from .buffers import Buffers
 from .plan import Admit
@@ -24,7 +24,8 @@ _LARGEST = 2**31 - 1
 def check_shares(num_ranks: int, num_experts: int) -> None:
     """Raise ValueError unless the experts divide over the ranks."""
     check_num_experts(num_experts)
-    if num_ranks < 1 or num_experts % num_ranks:
+    check_positive("num_ranks", num_ranks)
+    if num_experts % num_ranks:
         raise ValueError(
             f"`num_experts` must be a multiple of `num_ranks`, got {num_experts} and {num_ranks}."
         )
@@ -54,6 +55,11 @@ def make_form(
     for name, value in (("max_tokens", max_tokens), ("width", width), ("top_k", top_k)):
         check_positive(name, value)
     check_positive("live_forwards", live_forwards)
+    check_codecs(codec, backward_codec)
+    if admit is not None and not callable(admit):
+        raise TypeError(
+            f"`admit` must be a function of the requested routes and the capacity, got {admit!r}."
+        )
     if combine_by not in get_args(CombineBy):
         raise ValueError(f"`combine_by` must be one of {get_args(CombineBy)}, got {combine_by!r}.")
     if dtype not in DTYPES:
@@ -94,9 +100,9 @@ def make_form(
     )
 
 
-def _scale_bytes(codec: PairCodec | None, width: int, dtype: torch.dtype) -> int:
+def _scale_bytes(codec: PairCodec | None, width: int, dtype: torch.dtype) -> int | None:
     if codec is None:
-        return 0
+        return None
     return pack_rows(codec, torch.empty(0, width, dtype=dtype)).bytes_NB.shape[1] - width
 
 

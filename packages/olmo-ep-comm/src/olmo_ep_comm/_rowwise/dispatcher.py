@@ -91,8 +91,10 @@ class RowwiseDispatcher:
                 name an expert twice could exceed it, and are refused where they do.
             admit: With `capacity`, which routes are kept: a function of the requested routes, int64
                 (source ranks, destination ranks, experts of a rank), and the capacity, that returns
-                how many of each are kept. It runs on every rank and must return the same there,
-                without waiting for the device. A source keeps its first routes to an expert.
+                how many of each are kept, integers. It runs on every rank and must return the same
+                there, without waiting for the device. A source keeps its first routes to an
+                expert. What is more than was requested, or in row order more than the capacity, is
+                cut and counted as dropped.
             live_forwards: Receive buffers: dispatches whose backward is still to come, over all
                 layers and microbatches that share this dispatcher.
             codec: Send tokens as pairs.
@@ -147,8 +149,8 @@ class RowwiseDispatcher:
             top_k=top_k,
             dtype=DTYPES.index(dtype),
             capacity=form.capacity,
-            codec=form.scale_bytes,
-            backward_codec=form.gradient_scale_bytes,
+            codec=_number(form.scale_bytes),
+            backward_codec=_number(form.gradient_scale_bytes),
             live_forwards=live_forwards,
             combine_by=get_args(CombineBy).index(combine_by),
         )
@@ -217,7 +219,13 @@ class RowwiseDispatcher:
         return combine_rows(y_RD, handle)
 
 
+def _number(scale_bytes: int | None) -> int:
+    return -1 if scale_bytes is None else scale_bytes
+
+
 def _check_timeout(timeout_s: float) -> None:
+    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool):
+        raise TypeError(f"`timeout_s` must be a number of seconds, got {timeout_s!r}.")
     if not (math.isfinite(timeout_s) and timeout_s >= _SHORTEST_TIMEOUT_S):
         raise ValueError(
             f"`timeout_s` must be finite and at least {_SHORTEST_TIMEOUT_S} seconds, the unit of "

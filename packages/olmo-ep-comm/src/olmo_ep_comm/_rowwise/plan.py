@@ -60,9 +60,13 @@ def ask_admit(requested_SE: Tensor, form: Form, admit: Admit) -> Tensor:
 
     Raises:
         ValueError: If it returns another shape.
+        TypeError: If it returns no tensor of integers.
     """
     shape = (form.num_ranks, form.num_ranks, form.local_experts)
     kept_SQL = admit(requested_SE.view(shape).long(), form.capacity)
+    if not isinstance(kept_SQL, Tensor) or kept_SQL.is_floating_point():
+        got = kept_SQL.dtype if isinstance(kept_SQL, Tensor) else type(kept_SQL).__name__
+        raise TypeError(f"`admit` must return a tensor of integers, got {got}.")
     if tuple(kept_SQL.shape) != shape:
         raise ValueError(
             "`admit` must return one number for each (source rank, destination rank, expert of a "

@@ -28,7 +28,7 @@ class Form:
         top_k: Slots of a token.
         dtype: Of tokens, rows and results.
         capacity: Rows that a rank can receive.
-        scale_bytes: Bytes of scales of an encoded token, 0 if tokens travel as they are.
+        scale_bytes: Bytes of scales of an encoded token, None if tokens travel as they are.
         gradient_scale_bytes: The same for the gradients of results.
         live_forwards: Receive buffers.
         combine_by: Who moves the sums.
@@ -41,8 +41,8 @@ class Form:
     top_k: int
     dtype: torch.dtype
     capacity: int
-    scale_bytes: int
-    gradient_scale_bytes: int
+    scale_bytes: int | None
+    gradient_scale_bytes: int | None
     live_forwards: int
     combine_by: CombineBy
 
@@ -86,8 +86,8 @@ class Form:
         """Where the receive buffer is that a rank has free."""
         return self.num_experts + 1
 
-    def _words(self, scale_bytes: int) -> int:
-        if not scale_bytes:
+    def _words(self, scale_bytes: int | None) -> int:
+        if scale_bytes is None:
             return self.width * self.dtype.itemsize // WORD_BYTES
         return -(-(self.width + scale_bytes) // ALIGN_BYTES) * ALIGN_BYTES // WORD_BYTES
 
@@ -101,7 +101,7 @@ class Form:
         gradient_words = self.gradient_words
         if self.combine_by == "get":
             sums = {}
-            gradient_words = max(gradient_words, self._words(0))
+            gradient_words = max(gradient_words, self._words(None))
         receive = {
             f"rows {lease}": ((rows, self.token_words), word) for lease in range(self.live_forwards)
         }
@@ -131,7 +131,7 @@ class Form:
         decoded rows.
         """
         rows = META_WORDS * WORD_BYTES + WORD_BYTES
-        if self.scale_bytes:
+        if self.scale_bytes is not None:
             rows += self.width * self.dtype.itemsize
         plan = (PLAN_WORDS * self.top_k + 1) * WORD_BYTES
         return self.capacity * rows + self.max_tokens * plan
