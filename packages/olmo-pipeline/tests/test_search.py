@@ -1,4 +1,5 @@
 import dataclasses
+import math
 from itertools import product
 
 import pytest
@@ -199,8 +200,37 @@ def test_never_worse_than_a_known_schedule(known, options):
         ({"num_chunks": 0}, "`num_chunks` must be at least 1, got 0"),
         ({"tries": 0}, "`tries` must be at least 1, got 0"),
         ({"costs": Costs(forward=[1.0])}, r"`forward` .* one per stage \(4\), got 1"),
+        (
+            {"costs": Costs(forward=1.0, backward=1e-9)},
+            r"at most 1e\+06 times .* got 1.0 and",
+        ),
+        ({"costs": Costs(forward=1e-12, transfer=1.0)}, r"at most 1e\+06 times the least cost"),
+        ({"costs": Costs(forward=1e308)}, r"`forward` must be at most 1e\+100, got 1e\+308"),
     ],
 )
 def test_faulty_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         search(2, 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_ranks": 2.0}, "`num_ranks` must be a whole number, got 2.0"),
+        ({"num_microbatches": None}, "`num_microbatches` must be a whole number, got None"),
+        ({"memory_cap": 2.5}, "`memory_cap` must be a whole number or a list of them, got 2.5"),
+        ({"memory_cap": [4, 4.0]}, "`memory_cap` must be a whole number or a list of them"),
+        ({"tries": math.nan}, "`tries` must be a whole number, got nan"),
+        ({"tries": True}, "`tries` must be a whole number, got True"),
+        ({"costs": {}}, r"`costs` must be `Costs` or None, got \{\}"),
+        ({"costs": Costs(forward="1")}, "`forward` must be a number or a list of numbers, got '1'"),
+    ],
+)
+def test_arguments_of_a_wrong_kind(options, message):
+    with pytest.raises(TypeError, match=message):
+        search(**{"num_ranks": 2, "num_microbatches": 2, **options})
+
+
+@pytest.mark.parametrize("backward", [1e-5, 1e5])
+def test_costs_that_are_far_apart_make_an_order_that_is_legal(backward):
+    validate(search(4, 8, costs=Costs(forward=1.0, backward=backward), tries=30, memory_cap=6))

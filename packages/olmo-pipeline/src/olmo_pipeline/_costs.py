@@ -7,10 +7,13 @@ matrix products alone the two are equal, and each is as much as the forward.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from ._schedule import Kind
 
 Cost = float | Sequence[float]
+
+_LARGEST = 1e100  # so that sums of many are finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +41,10 @@ class Costs:
         """Return one number per stage and kind.
 
         Raises:
-            ValueError: If a cost is not positive and finite, a transfer is below 0 or not finite,
-                or a sequence has another length than the number of stages (pairs for `transfer`).
+            ValueError: If a cost is not positive and finite or above 1e100, a transfer is below 0
+                or not finite, or a sequence has another length than the number of stages (pairs for
+                `transfer`).
+            TypeError: If a cost is no number.
         """
         forward = _numbers("forward", self.forward, num_stages)
         backward = _numbers("backward", self.backward, num_stages)
@@ -86,6 +91,8 @@ class StageCosts:
 
 def _numbers(name: str, given: Cost, count: int, per: str = "stage") -> tuple[float, ...]:
     costs = tuple(given) if isinstance(given, Sequence) else (given,) * count
+    if not all(isinstance(cost, Real) for cost in costs):
+        raise TypeError(f"`{name}` must be a number or a list of numbers, got {given!r}.")
     if len(costs) != count:
         raise ValueError(
             f"`{name}` must be one number or one per {per} ({count}), got {len(costs)}."
@@ -96,4 +103,6 @@ def _numbers(name: str, given: Cost, count: int, per: str = "stage") -> tuple[fl
             raise ValueError(f"`{name}` must be positive and finite, got {cost}.")
         if not (cost >= 0 and math.isfinite(cost)):
             raise ValueError(f"`{name}` must be finite and not below 0, got {cost}.")
+        if cost > _LARGEST:
+            raise ValueError(f"`{name}` must be at most {_LARGEST}, got {cost}.")
     return costs

@@ -9,6 +9,7 @@ activations longest. On the V the second chunk runs back: each rank holds one ea
 stage, so all keep activations for the same time, and rank 0 holds the first and the last stage.
 """
 
+from numbers import Integral
 from typing import Literal
 
 Placement = Literal["loop", "v"]
@@ -33,7 +34,14 @@ def place_stages(num_ranks: int, num_chunks: int, placement: Placement) -> tuple
 
 
 def at_least_one(**sizes: int) -> None:
-    """Raise `ValueError` if a size is below 1."""
+    """Raise `ValueError` if a size is below 1, `TypeError` if it is no whole number."""
     for name, size in sizes.items():
+        if not is_whole(size):
+            raise TypeError(f"`{name}` must be a whole number, got {size!r}.")
         if size < 1:
             raise ValueError(f"`{name}` must be at least 1, got {size}.")
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number, of Python or numpy."""
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -37,6 +37,7 @@ from ._validate import live_after, per_rank
 from ._zero_bubble import zero_bubble
 
 _ROUNDS = (500, 500, 1000, 2000)  # walks of a round, in turn: some problems like short ones
+_WIDEST = 1e6  # of the least cost: a sum of many costs must still notice the least
 _EFFORT = 1_000_000  # actions walked over, when the number of walks is not given
 
 
@@ -77,7 +78,9 @@ def search(
         walks at random add to that may differ.
 
     Raises:
-        ValueError: If a size is below 1, the cap is below `num_chunks`, or costs do not fit.
+        ValueError: If a size is below 1, the cap is below `num_chunks`, or costs do not fit: the
+            greatest must be at most 10^6 times the least, as times are sums of them in floats.
+        TypeError: If a size or the cap is no whole number, or the costs are no `Costs`.
     """
     problems = _pose(
         num_ranks, num_microbatches, memory_cap, costs, placement, num_chunks, split_backward
@@ -135,10 +138,12 @@ def _pose(
             f"`memory_cap` must be at least `num_chunks`={num_chunks}, one activation of each "
             f"stage of a rank, got {min(max_live)}."
         )
+    if not isinstance(costs, Costs | None):
+        raise TypeError(f"`costs` must be `Costs` or None, got {costs!r}.")
     if placement not in ("v", "loop", "any"):
         raise ValueError(f'`placement` must be "v", "loop" or "any", got {placement!r}.')
     placements: tuple[Placement, ...] = ("v", "loop") if placement == "any" else (placement,)
-    return [
+    problems = [
         Problem(
             rank_of_stage=place_stages(num_ranks, num_chunks, each),
             num_microbatches=num_microbatches,
@@ -148,6 +153,14 @@ def _pose(
         )
         for each in placements
     ]
+    durations = [cost for costs_of_kind in problems[0].durations for cost in costs_of_kind]
+    shortest, longest = min(durations), max([*durations, *problems[0].delays])
+    if longest > _WIDEST * shortest:
+        raise ValueError(
+            f"the greatest of `costs` must be at most {_WIDEST:.0e} times the least cost of an "
+            f"action, got {longest} and {shortest}; times are sums of both."
+        )
+    return problems
 
 
 def _makespan(problem: Problem, schedule: Schedule) -> float:

@@ -16,6 +16,7 @@ rank offers an activation that its neighbour uses only after several other actio
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from ._placement import is_whole
 from ._schedule import Action, Schedule, needs_of, results_of, source_of
 
 
@@ -57,8 +58,11 @@ def per_rank(name: str, given: int | Sequence[int], num_ranks: int) -> tuple[int
 
     Raises:
         ValueError: If a sequence has another length than `num_ranks`.
+        TypeError: If what is given is not made of whole numbers.
     """
     numbers = tuple(given) if isinstance(given, Sequence) else (given,) * num_ranks
+    if not all(map(is_whole, numbers)):
+        raise TypeError(f"`{name}` must be a whole number or a list of them, got {given!r}.")
     if len(numbers) != num_ranks:
         raise ValueError(
             f"`{name}` must be one number or one per rank ({num_ranks}), got {len(numbers)}."
