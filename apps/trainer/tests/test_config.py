@@ -82,6 +82,7 @@ def test_every_recipe_is_valid_and_named_by_its_key():
         ("optimizer.learning_rate=true", "learning_rate = true: must not be true or false"),
         ("model.moe.z_loss=NaN", "model.moe.z_loss = nan: input should be a finite number"),
         ("seed=9223372036854775808", "seed = 9223372036854775808: input should be less than"),
+        ("name=..", r"name = '\.\.': string should match pattern"),
         ("run.folder=", "run.folder = '': string should have at least 1 character"),
         ("steps=null", "steps = None: input should be a valid integer"),
     ],

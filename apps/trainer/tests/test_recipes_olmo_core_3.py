@@ -1,12 +1,15 @@
 """The report's models: built on the meta device, they have its published counts."""
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from olmo_ep_comm import create_dispatcher
 from olmo_trainer.build import build_part
 from olmo_trainer.config import RowwiseDispatcher
+from olmo_trainer.overrides import apply_overrides
 from olmo_trainer.recipes import RECIPES
 from olmo_trainer.recipes_olmo_core_3 import POINTS, POSITIONS, VOCABULARY, Point
 from olmo_trainer.report.page import flatten
@@ -242,3 +245,13 @@ def test_a_recipe_is_what_the_report_states(name):
 def test_every_production_point_is_held_to_what_is_stated():
     production = {name for name in POINTS if not name.startswith("capacity")}
     assert production == STATED.keys() == PUBLISHED.keys() == FINE.keys()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_readme_says_how_to_look_at_a_recipe_on_one_process(name):
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    (words,) = (line for line in readme.splitlines() if "its own number of processes" in line)
+    settings = re.findall(r"--set (\S+?)(?=[ `])", words[words.index("or with `--set") :])
+    assert settings, "the README gives `--set` for one process"
+    layout = apply_overrides(RECIPES[name](), settings).for_world(1).layout
+    assert (layout.expert, layout.pipeline) == (1, 1)

@@ -223,7 +223,7 @@ class RunConfig(Config):
 class TrainerConfig(Config):
     """Everything that decides a run."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
     seed: int = Field(default=0, ge=0, lt=2**63)
     steps: int = Field(ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -77,7 +77,7 @@ class Searched(PipelineSchedule):
 
     kind: Literal["search"] = "search"
     memory_cap: int | None = Field(
-        default=None, ge=2, description="activations of a stage that a rank keeps; none = any"
+        default=None, ge=2, description="activations of a stage that a rank keeps; null = any"
     )
     backward: Literal["whole", "split"] = "whole"
     stages_per_rank: ClassVar[int] = 2
