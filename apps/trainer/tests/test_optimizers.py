@@ -224,6 +224,18 @@ def test_verify_takes_what_runs_on_a_cpu():
         (["optimizer.kind=sgd"], "optimizer.kind = 'sgd': must be one of 'adamw', 'muon'"),
         (["optimizer.momentum=0.9"], "optimizer.momentum: no such key for kind = 'adamw'"),
         ([*MUON, "optimizer.momentum=1"], "optimizer.momentum = 1: input should be less than 1"),
+        (
+            ["optimizer.kind=muon", "optimizer.replicas.collective=reduce_scatter"],
+            "replicas.collective = 'reduce_scatter' needs kind = 'adamw', got 'muon', of which",
+        ),
+        (
+            ["optimizer.replicas.reduce=early"],
+            "replicas.reduce = 'early': input should be 'after_backward' or 'in_backward'",
+        ),
+        (
+            ["optimizer.kind=muon", "optimizer.replicas.gathers=in_forward"],
+            r"optimizer.replicas.gathers: no such key; did you mean optimizer.replicas.gather\?",
+        ),
         (["optimizer.decay=norms"], "optimizer.decay.0 = 'norms': input should be 'embedding' or"),
         (
             ["optimizer.moments=bf16", "optimizer.beta2=0.999"],

@@ -23,8 +23,8 @@ def pick_device(config: TrainerConfig) -> torch.device:
     Raises:
         ValueError: `device = cuda` without a GPU for this process.
     """
-    if config.layout.pipeline > 1:
-        # A stage that loads a kernel behind a spinning transfer can hang: load all of them first.
+    if config.layout.pipeline > 1 or config.optimizer.replicas.reduce == "in_backward":
+        # Whoever loads a kernel behind a spinning transfer can hang: load all of them first.
         # CUDA reads this once, at its first call in the process.
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     local_rank, available = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
