@@ -320,6 +320,9 @@ def test_an_imported_run_trains_from_the_weights_it_was_given(transformers, tmp_
     assert losses[-1] < losses[0]
 
 
+_ROUTER = "layers.1.feed_forward.router.weight_ED"
+
+
 def test_bfloat16_exports_round_the_weights_and_keep_the_bias(transformers, tmp_path):
     part = _save_run(tmp_path / "run", ())
     arguments = [str(tmp_path / "run"), str(tmp_path / "export"), "--dtype", "bfloat16"]
@@ -334,6 +337,3 @@ def test_bfloat16_exports_round_the_weights_and_keep_the_bias(transformers, tmp_
     bias = part.selection_biases[1].bias_E
     assert torch.equal(gate.e_score_correction_bias, bias)
     assert gate.e_score_correction_bias.dtype == torch.float32
-
-
-_ROUTER = "layers.1.feed_forward.router.weight_ED"
