@@ -1,6 +1,7 @@
 """Each optimizer a configuration names, with each of its options, is what moves the weights."""
 
 import io
+import os
 
 import pytest
 import torch
@@ -204,6 +205,15 @@ def test_kernels_that_cannot_run_are_named_before_anything_starts(make_config, m
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"but triton is not installed; use optimizer.impl = 'aut"):
         check_kernels(config, gpu)
+
+
+def test_kernels_are_loaded_before_reductions_run_beside_them(make_config, monkeypatch):
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # put back afterwards
+    for word, loading in (("after_backward", None), ("in_backward", "EAGER")):
+        monkeypatch.delenv("CUDA_MODULE_LOADING")
+        launch.pick_device(make_config(f"optimizer.replicas.reduce={word}", "device=cpu"))
+        assert os.environ.get("CUDA_MODULE_LOADING") == loading
+        os.environ["CUDA_MODULE_LOADING"] = ""
 
 
 def test_verify_takes_what_runs_on_a_cpu():
