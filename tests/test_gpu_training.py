@@ -11,8 +11,14 @@ from olmo_trainer.metrics import StepRecord, read_metrics
 from steady_program import STEADY
 
 ROOT = Path(__file__).parents[1]
+REPLICAS = [
+    "optimizer.replicas.collective=reduce_scatter",
+    "optimizer.replicas.reduce=in_backward",
+    "optimizer.replicas.gather=in_forward",
+]
 LAYOUTS = {
     "data": [],
+    "data, overlapped": REPLICAS,
     "expert": ["layout.expert=2"],
     "context": ["layout.context=2", "layout.expert=2"],
     "pipeline": ["layout.pipeline=2", "batch.accumulation=4"],
@@ -27,6 +33,10 @@ LAYOUTS = {
         "layout.schedule.kind=zero_bubble_v",
     ],
     "rowwise": ["layout.expert=2", "layout.dispatcher.kind=rowwise"],
+    "rowwise, overlapped": [
+        *("layout.expert=2", "layout.dispatcher.kind=rowwise", "batch.accumulation=2"),
+        *REPLICAS,
+    ],
     "recompute": ["layout.expert=2", "recompute.kind=blocks"],
 }
 
@@ -34,6 +44,7 @@ LAYOUTS = {
 # Those whose dispatcher needs nothing on the host.
 STEADY_LAYOUTS = {
     **{name: LAYOUTS[name] for name in ("data", "pipeline", "interleaved", "rowwise")},
+    "data, overlapped": REPLICAS,
     "context": [*LAYOUTS["context"], "layout.dispatcher.kind=rowwise"],
     "zero bubble, compiled": [*LAYOUTS["zero bubble"], "compile.kind=dense"],
 }

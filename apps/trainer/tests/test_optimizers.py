@@ -1,6 +1,7 @@
 """Each optimizer a configuration names, with each of its options, is what moves the weights."""
 
 import io
+import os
 
 import pytest
 import torch
@@ -206,6 +207,15 @@ def test_kernels_that_cannot_run_are_named_before_anything_starts(make_config, m
         check_kernels(config, gpu)
 
 
+def test_kernels_are_loaded_before_reductions_run_beside_them(make_config, monkeypatch):
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # put back afterwards
+    for word, loading in (("after_backward", None), ("in_backward", "EAGER")):
+        monkeypatch.delenv("CUDA_MODULE_LOADING")
+        launch.pick_device(make_config(f"optimizer.replicas.reduce={word}", "device=cpu"))
+        assert os.environ.get("CUDA_MODULE_LOADING") == loading
+        os.environ["CUDA_MODULE_LOADING"] = ""
+
+
 def test_verify_takes_what_runs_on_a_cpu():
     assert check_config(apply_overrides(nano(), ["optimizer.impl=triton"])).optimizer.impl == "auto"
 
@@ -224,6 +234,18 @@ def test_verify_takes_what_runs_on_a_cpu():
         (["optimizer.kind=sgd"], "optimizer.kind = 'sgd': must be one of 'adamw', 'muon'"),
         (["optimizer.momentum=0.9"], "optimizer.momentum: no such key for kind = 'adamw'"),
         ([*MUON, "optimizer.momentum=1"], "optimizer.momentum = 1: input should be less than 1"),
+        (
+            ["optimizer.kind=muon", "optimizer.replicas.collective=reduce_scatter"],
+            "replicas.collective = 'reduce_scatter' needs kind = 'adamw', got 'muon', of which",
+        ),
+        (
+            ["optimizer.replicas.reduce=early"],
+            "replicas.reduce = 'early': input should be 'after_backward' or 'in_backward'",
+        ),
+        (
+            ["optimizer.kind=muon", "optimizer.replicas.gathers=in_forward"],
+            r"optimizer.replicas.gathers: no such key; did you mean optimizer.replicas.gather\?",
+        ),
         (["optimizer.decay=norms"], "optimizer.decay.0 = 'norms': input should be 'embedding' or"),
         (
             ["optimizer.moments=bf16", "optimizer.beta2=0.999"],

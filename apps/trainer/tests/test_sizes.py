@@ -5,7 +5,14 @@ from olmo_trainer.build import build_part
 from olmo_trainer.config import TrainerConfig
 from olmo_trainer.overrides import apply_overrides
 from olmo_trainer.recipes import RECIPES, nano
-from olmo_trainer.sizes import bytes_per_rank, count_flops, count_parameters, stage_layers
+from olmo_trainer.sizes import (
+    bytes_per_rank,
+    count_attention_flops,
+    count_document_flops,
+    count_flops,
+    count_parameters,
+    stage_layers,
+)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -61,3 +68,11 @@ def test_operations_of_attention_are_those_of_the_positions_seen(window):
     assert count_flops(model, positions) == pytest.approx(everything - saved, rel=1e-12)
     head = 6 * nano().model.d_model * nano().model.vocab_size
     assert everything > head + 4 * operations(positions)
+
+
+def test_attention_within_documents_costs_what_each_does():
+    model = apply_overrides(nano(), ["model.attention.window=8"]).model
+    lengths = [3, 20, 3, 64]
+    each = [count_attention_flops(model, length) for length in lengths]
+    assert count_document_flops(model, lengths) == pytest.approx(sum(each))
+    assert count_document_flops(model, []) == 0

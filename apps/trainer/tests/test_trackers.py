@@ -107,17 +107,24 @@ def test_wandb_gets_one_run_and_the_step_as_its_axis(tmp_path, monkeypatch):
 
 
 def test_the_real_wandb_takes_it_offline(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     said: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what wandb itself imports
-        with _open("wandb", tmp_path, said=said) as tracking:
-            tracking.write(_step(1))
+        import wandb
+
+        for first in (0, 1):
+            with _open("wandb", tmp_path, first=first, said=said) as tracking:
+                tracking.write(_step(first + 1))
         wandb.teardown()
     assert not said
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    kept = sorted(tmp_path.glob("wandb/offline-run-*/run-a-b-*.wandb"))
+    assert kept
+    assert len({path.name for path in kept}) == 1  # one run, whichever process goes on with it
+    for path in kept:
+        content = path.read_bytes()
+        assert all(name in content for name in (b"train/loss", b"train/dead_experts/1", b"step"))
 
 
 def test_a_tracker_that_fails_is_given_up_once_and_the_others_go_on(tmp_path, monkeypatch):

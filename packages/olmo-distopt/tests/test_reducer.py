@@ -165,6 +165,32 @@ def test_no_sync_holds_and_refuses(alone, parameter):
     assert weight.main_grad.item() == 1.0
 
 
+def test_gradients_may_be_counted_instead(alone, parameter):
+    first, second = parameter([1.0]), parameter([1.0])
+    reducer = GradientReducer([("first", first), ("second", second)], alone, overlap=True)
+    reducer.zero(num_gradients=2)
+    for weight in (first, second, second, first):
+        weight.sum().backward()
+    with pytest.raises(RuntimeError, match="`second` must get the 2 gradients that"):
+        second.sum().backward()
+    second.grad = None
+    reducer.reduce()
+    assert (first.main_grad.item(), second.main_grad.item()) == (2.0, 2.0)
+    reducer.zero(num_gradients=3)
+    first.sum().backward()  # fewer than announced: `reduce()` sums what there is
+    reducer.reduce()
+    assert (first.main_grad.item(), second.main_grad.item()) == (1.0, 0.0)
+    reducer.zero()  # the next window counts nothing
+    first.sum().backward()
+    with pytest.raises(RuntimeError, match="`first` must get one gradient a window outside"):
+        first.sum().backward()
+    first.grad = None
+    reducer.reduce()
+    for wrong, error in ((0, ValueError), (1.5, TypeError)):
+        with pytest.raises(error, match="`num_gradients`"):
+            reducer.zero(num_gradients=wrong)
+
+
 def test_a_window_that_has_begun_to_reduce_must_end(alone, parameter):
     weight = parameter([1.0])
     reducer = GradientReducer([("weight", weight)], alone, overlap=True)

@@ -23,10 +23,11 @@ from torch import nn
 # A failure restarts the worker processes, so the example found is kept and not shrunk.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 MICROBATCHES, WINDOWS = 3, 3
+# `counted`: the reducer is told how many gradients come, and counts them itself.
 EVERYTHING = [
-    {"overlap": overlap, "collective": collective}
+    {"overlap": overlap, "collective": collective, "counted": counted}
     for collective in ("all_reduce", "reduce_scatter")
-    for overlap in (False, True)
+    for overlap, counted in ((False, False), (True, False), (True, True))
 ]
 
 
@@ -61,7 +62,7 @@ def _groups(world, group_of):
     )
 
 
-def _run_windows(rank, world, shapes, group_of, bucket_bytes, options):
+def _run_windows(rank, world, shapes, group_of, bucket_bytes, options, counted):
     """Every window's gradients in order, those of a scattered parameter with NaN for scratch."""
     named: list[tuple[str, Any]] = [
         (f"p{i}", nn.Parameter(torch.ones(shape).bfloat16())) for i, shape in enumerate(shapes)
@@ -72,6 +73,7 @@ def _run_windows(rank, world, shapes, group_of, bucket_bytes, options):
     )
     windows = []
     for window in range(WINDOWS):
+        reducer.zero(num_gradients=MICROBATCHES if counted else None)
         for microbatch in range(MICROBATCHES):
             # The order of the gradients is another one than that of the list, on every rank.
             order = torch.randperm(
@@ -85,7 +87,7 @@ def _run_windows(rank, world, shapes, group_of, bucket_bytes, options):
             if not terms:
                 continue
             last = microbatch == MICROBATCHES - 1
-            with contextlib.nullcontext() if last else reducer.no_sync():
+            with contextlib.nullcontext() if last or counted else reducer.no_sync():
                 sum(terms, torch.zeros(())).backward()
         reducer.reduce()
         norms = [global_grad_norm(named, groups, norm_type=kind).item() for kind in (2.0, math.inf)]
@@ -99,14 +101,20 @@ def _run_windows(rank, world, shapes, group_of, bucket_bytes, options):
             kept.append(grad)
             parameter.main_grad.fill_(math.nan)
         windows.append((kept, norms))
-        reducer.zero()
     reducer.close()
     assert not any("main_grad" in key for _, p in named for key in vars(p))
     return windows
 
 
 def _every_option(rank, world, *arguments):
-    return [_run_windows(rank, world, *arguments, options) for options in EVERYTHING]
+    return [
+        _run_windows(
+            *(rank, world, *arguments),
+            {name: options[name] for name in ("overlap", "collective")},
+            options["counted"],
+        )
+        for options in EVERYTHING
+    ]
 
 
 @pytest.mark.dist
@@ -168,7 +176,7 @@ def _compare_sums(ranks, world, shapes, bucket_bytes, own):
                 assert largest == global_norm(counted, norm_type=math.inf).item()
 
 
-def _launches(rank, world):
+def _launches(rank, world, counted):
     """The collectives in order, those within backward marked."""
     calls, phase = [], ["backward"]
     real = dist.all_reduce
@@ -184,7 +192,9 @@ def _launches(rank, world):
     try:
         for window in range(2):
             # Rank 1 brings its gradients in the opposite order; window 1 leaves out the first.
-            with reducer.no_sync():
+            if counted:
+                reducer.zero(num_gradients=2)
+            with contextlib.nullcontext() if counted else reducer.no_sync():
                 sum(p.sum() for _, p in named).backward()
             for _, parameter in named if rank else reversed(named):
                 if window == 0 or parameter.numel() != 5:
@@ -204,9 +214,10 @@ def _launches(rank, world):
 
 
 @pytest.mark.dist
-def test_reductions_start_within_backward_in_one_order(processes):
+@pytest.mark.parametrize("counted", [False, True])
+def test_reductions_start_within_backward_in_one_order(processes, counted):
     """Buckets of p3, p2, p1, p0 with 5, 4, 3, 2 elements; none starts before one ahead of it."""
-    for calls in processes.run(_launches, world=2):
+    for calls in processes.run(_launches, counted, world=2):
         assert [numel for _, numel in calls] == [5, 4, 3, 2] * 2
         assert [phase for phase, _ in calls] == ["backward"] * 4 + ["reduce"] * 4
 

@@ -309,6 +309,11 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
     # After the optimizer took its FP32 main weights, so that they keep every bit of the start.
     for stage in stages.values():
         caches.make(stage.to(dtype).part)
+    replicas = config.optimizer.replicas
+    if replicas.gather == "in_forward":
+        optimizer.overlap_gather(
+            block for stage in stages.values() for block in stage.part.layers.values()
+        )
     return Assembly(
         config=config,
         mesh=mesh,
@@ -316,7 +321,13 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
         stages=stages,
         statistics=statistics,
         replica_groups=groups,
-        reducer=GradientReducer(named, groups, impl=config.optimizer.impl),
+        reducer=GradientReducer(
+            named,
+            groups,
+            collective=replicas.collective,
+            overlap=replicas.reduce == "in_backward",
+            impl=config.optimizer.impl,
+        ),
         optimizer=optimizer,
         guard=Guard(config.guard, mesh) if isinstance(config.guard, SkipGuard) else None,
         rerun=_build_rerun(config, dispatcher),

@@ -9,6 +9,23 @@ from olmo_trainer.config_node import Config, SplitWords
 MOST_BF16_BETA = 1 - 2**-8  # above it a BF16 moment can round back to where it was
 
 
+class ReplicasConfig(Config):
+    """How replicas of a parameter exchange gradients and weights; no word changes a number."""
+
+    collective: Literal["all_reduce", "reduce_scatter"] = Field(
+        default="all_reduce",
+        description="of gradients; reduce_scatter = half the traffic, for adamw",
+    )
+    reduce: Literal["after_backward", "in_backward"] = Field(
+        default="after_backward",
+        description="in_backward = a bucket's sum starts with its last gradient of the step",
+    )
+    gather: Literal["after_step", "in_forward"] = Field(
+        default="after_step",
+        description="in_forward = of a block, new weights are waited for where it is next used",
+    )
+
+
 class ElementwiseConfig(Config):
     """What every optimizer here has: AdamW for some tensors at least, decay, clipping, the rate."""
 
@@ -30,6 +47,7 @@ class ElementwiseConfig(Config):
         description="what adds up gradients and moves weights: plain torch, or kernels on GPUs; "
         "auto = as olmo-distopt chooses",
     )
+    replicas: ReplicasConfig = ReplicasConfig()
 
     @model_validator(mode="after")
     def _moments_hold_the_betas(self) -> Self:
@@ -70,6 +88,15 @@ class MuonConfig(ElementwiseConfig):
     @model_validator(mode="after")
     def _moments_hold_the_momentum(self) -> Self:
         self._require_held("momentum", self.momentum)
+        return self
+
+    @model_validator(mode="after")
+    def _owners_have_the_sum(self) -> Self:
+        if self.replicas.collective == "reduce_scatter":
+            raise ValueError(
+                "replicas.collective = 'reduce_scatter' needs kind = 'adamw', got 'muon', of which "
+                "one replica needs the whole sum of a matrix; use 'all_reduce'"
+            )
         return self
 
 

@@ -23,8 +23,8 @@ def pick_device(config: TrainerConfig) -> torch.device:
     Raises:
         ValueError: `device = cuda` without a GPU for this process.
     """
-    if config.layout.pipeline > 1:
-        # A stage that loads a kernel behind a spinning transfer can hang: load all of them first.
+    if config.layout.pipeline > 1 or config.optimizer.replicas.reduce == "in_backward":
+        # Whoever loads a kernel behind a spinning transfer can hang: load all of them first.
         # CUDA reads this once, at its first call in the process.
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     local_rank, available = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -67,9 +67,11 @@ def launched(config: TrainerConfig, device: torch.device) -> Iterator[Mesh]:
     store = None
     if distributed:
         store, rank, world = next(dist.rendezvous("env://"))
-        # torchrun keeps one store over its restarts, with the addresses of processes that are gone.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"start-{attempt}", store)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torchrun keeps it over its restarts, with the addresses of processes that are gone.
+            # Only there: machines that came at other times count their restarts apart.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"start-{attempt}", store)
         # The watchdog knows more than a collective that ran out of time: it comes first.
         patience = config.run.watchdog_seconds
         dist.init_process_group(

@@ -8,8 +8,6 @@ import math
 import platform
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,7 +53,7 @@ from olmo_trainer.rank_times import RankTimes, slow_rank
 from olmo_trainer.rerun import DroppedError, Reruns
 from olmo_trainer.run_folder import claim_folder, prepare_folder
 from olmo_trainer.sizes import (
-    count_attention_flops,
+    count_document_flops,
     count_flops,
     count_parameters,
     count_weight_flops,
@@ -312,6 +310,7 @@ class _Run:
             batch.context_part(mesh.context, mesh.num_context).to(mesh.device) for batch in whole
         ]
         tells = mesh.context == 0 and mesh.pipeline == 0  # other ranks there read the same
+        documents = [length for batch in whole for length in batch.document_lengths]
         rate = learning_rate(config, step - 1)
         try:
             accumulate_gradients(
@@ -319,7 +318,7 @@ class _Run:
                 batches,
                 stop=stop.is_set() or (mesh.is_main and (self.folder / STOP).exists()),
                 save_failed=self.saver.failed,
-                attention_flops=self._attention_flops(whole) if tells else 0.0,
+                attention_flops=count_document_flops(config.model, documents) if tells else 0.0,
                 enter=self.clock.enter,
             )
             self.clock.enter("step")
@@ -329,12 +328,6 @@ class _Run:
                 self._write(self.reader.read().record)
             raise
         self.reader.take(step, rate, updated, self.clock)
-
-    def _attention_flops(self, batches: Sequence[Batch]) -> float:
-        """Return the operations of attention within these documents; 0 where all is one text."""
-        lengths = Counter(length for batch in batches for length in batch.document_lengths)
-        model = self.config.model
-        return sum(count_attention_flops(model, each) * n for each, n in lengths.items())
 
     def _read_steps(self, step: int, progress: Progress) -> tuple[StepRecord | None, _Asked]:
         """Read the steps that are due after step `step` was launched, and write down all before it.

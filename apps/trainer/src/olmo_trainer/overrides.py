@@ -71,6 +71,14 @@ def _set_kind(tree: dict[str, Any], key: str, value: Any) -> None:
     if "kind" in node and node["kind"] != value:
         node.clear()
         node["kind"] = value
+        for model in _models_at(key.split(".")[:-1]):
+            if "kind" in model.model_fields and model.model_fields["kind"].default == value:
+                # Its groups, whose values can then be set one by one.
+                node |= {
+                    name: field.default.model_dump(mode="json")
+                    for name, field in model.model_fields.items()
+                    if isinstance(field.default, BaseModel)
+                }
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -124,12 +132,17 @@ def _unknown(key: str, tree: dict[str, Any]) -> ConfigError:
 def _kinds_with(key: str) -> list[str]:
     """Return the strategies at the parent of `key` that know its last part."""
     *parents, leaf = key.split(".")
+    knowing = [each.model_fields for each in _models_at(parents) if leaf in each.model_fields]
+    return [fields["kind"].default for fields in knowing if "kind" in fields]
+
+
+def _models_at(parts: Sequence[str]) -> list[type[BaseModel]]:
+    """Return the configurations that a node of the tree may be, whatever strategy is chosen."""
     nodes: list[type[BaseModel]] = [TrainerConfig]
-    for part in parents:
+    for part in parts:
         fields = [node.model_fields[part] for node in nodes if part in node.model_fields]
         nodes = [model for field in fields for model in _models(field.annotation)]
-    knowing = [node.model_fields for node in nodes if leaf in node.model_fields]
-    return [fields["kind"].default for fields in knowing if "kind" in fields]
+    return nodes
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -4,6 +4,8 @@ The formulas are those of the Olmo-core 3 report, sections 4.3 and 14. No torch:
 `inspect` answer at once. A test holds the counts equal to the built model.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from olmo_pipeline import split_layers
@@ -99,6 +101,12 @@ def count_attention_flops(model: ModelConfig, length: int) -> float:
         window = min(model.attention.window_of(layer) or length, length)
         total += 12 * query * (window * length - window * window / 2)
     return total
+
+
+def count_document_flops(model: ModelConfig, lengths: Iterable[int]) -> float:
+    """Return the operations of attention's mixing within documents of these lengths."""
+    times = Counter(lengths)
+    return sum(count_attention_flops(model, each) * n for each, n in times.items())
 
 
 def count_weight_flops(model: ModelConfig) -> float:

@@ -90,7 +90,7 @@ def accumulate_gradients(
             assembly.statistics.report_failed_save()
         if attention_flops:
             assembly.statistics.add_attention(attention_flops)
-        assembly.reducer.zero()
+        assembly.reducer.zero(num_gradients=len(microbatches))
         assembly.executor.run(
             microbatches, activation_shape=lambda each: (*each.batch.tokens_BS.shape, width)
         )

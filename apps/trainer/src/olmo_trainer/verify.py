@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from olmo_trainer.build import Assembly, assemble, is_expert
 from olmo_trainer.compiler import require_compiler
@@ -293,18 +294,28 @@ def split_batch(batch: Batch, parts: int) -> list[Batch]:
 def gather_gradients(assembly: Assembly) -> dict[str, torch.Tensor]:
     """Return every parameter's reduced gradient, whole, on every rank."""
     return _gather(
-        assembly,
-        {
-            name: parameter.main_grad.clone()  # pyright: ignore[reportAttributeAccessIssue] - the reducer's
-            for name, parameter in assembly.parameters
-        },
+        assembly, {name: _whole_sum(assembly, name, each) for name, each in assembly.parameters}
     )
+
+
+def _whole_sum(assembly: Assembly, name: str, parameter: nn.Parameter) -> torch.Tensor:
+    """Return a copy of a reduced gradient, from all replicas where each holds a range of it."""
+    attributes = vars(parameter)
+    gradient, own = attributes["main_grad"].clone(), attributes.get("main_grad_range")
+    if own is None:
+        return gradient
+    start, length = own
+    kept = gradient.view(-1)[start : start + length].clone()
+    gradient.zero_().view(-1)[start : start + length] = kept
+    dist.all_reduce(gradient, group=assembly.replica_groups.of(name, parameter).process_group)
+    return gradient
 
 
 def _take_step(assembly: Assembly, rate: float) -> dict[str, torch.Tensor]:
     """Return by how much a step moves every parameter, whole, on every rank."""
     before = {name: parameter.detach().clone() for name, parameter in assembly.parameters}
     assembly.optimizer.step(lr=rate)
+    assembly.optimizer.wait()
     moved = {name: each.detach() - before[name] for name, each in assembly.parameters}
     return _gather(assembly, moved)
 

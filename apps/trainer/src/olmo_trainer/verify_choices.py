@@ -141,6 +141,11 @@ def _choices() -> tuple[Choice, ...]:
     ):
         for layout in (EXPERTS, STAGES):
             made.append(Choice(name, settings, layout, against=settings, updates=True))
+    words = ("collective=reduce_scatter", "reduce=in_backward", "gather=in_forward")
+    plain = ("optimizer.kind=adamw", "optimizer.epsilon=1e-3")
+    replicas = (*plain, *(f"optimizer.replicas.{word}" for word in words))
+    for scenario in SCENARIOS:  # a rank without tokens has gradients all the same
+        made.append(Choice("replicas", replicas, Layout(2, 1, 1), scenario, plain, updates=True))
     return tuple(made)
 
 

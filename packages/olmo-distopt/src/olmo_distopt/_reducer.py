@@ -59,7 +59,8 @@ class GradientReducer:
     With `overlap`, a bucket's reduction starts within backward, as soon as every gradient in it has
     arrived outside of `no_sync()` and the buckets before it have started; `reduce()` starts the
     rest and waits. All backward passes but the last one of each parameter then belong in
-    `no_sync()`: the last microbatch's, or with a pipeline the last one of each chunk.
+    `no_sync()`: the last microbatch's, or with a pipeline the last one of each chunk. Where a
+    schedule mixes them, `zero(num_gradients=...)` says instead how many each parameter gets.
 
     Args:
         named_parameters: `(global name, parameter)`, in the same order on all replicas; the order
@@ -161,13 +162,23 @@ class GradientReducer:
         ]
         self._open_window()
 
-    def zero(self) -> None:
+    def zero(self, *, num_gradients: int | None = None) -> None:
         """Clear every bucket and open the next window.
 
+        Args:
+            num_gradients: how many gradients each parameter gets in it, >= 1: one a microbatch,
+                whatever the order in which a pipeline brings them. With `overlap` its reduction may
+                begin with the last of them, and `no_sync()` is not needed; one that gets fewer is
+                reduced in `reduce()`. None: `no_sync()` holds for all but the last.
+
         Raises:
+            TypeError: `num_gradients` is no whole number.
+            ValueError: it is below 1.
             RuntimeError: the reducer is closed; or reductions of this window have begun within
                 backward, which `reduce()` ends on all replicas alike.
         """
+        if num_gradients is not None:
+            require_count("num_gradients", num_gradients, 1)
         self._require_not_closed("zero")
         if self._num_launched and not self._window.is_reduced:
             raise RuntimeError(
@@ -176,7 +187,7 @@ class GradientReducer:
             )
         for bucket in self._buckets:
             bucket.zero()
-        self._open_window()
+        self._open_window(num_gradients)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -274,8 +285,10 @@ class GradientReducer:
                 vars(parameter).pop(attribute, None)
         self._buckets = []
 
-    def _open_window(self) -> None:
+    def _open_window(self, num_gradients: int | None = None) -> None:
         self._window.is_reduced = False
+        self._num_gradients = num_gradients
+        self._num_arrived: dict[nn.Parameter, int] = {}
         self._num_launched = 0
         self._arrived: set[nn.Parameter] = set()
         self._said: set[nn.Parameter] = set()  # by a kernel, before autograd's own news
@@ -306,6 +319,10 @@ class GradientReducer:
         bucket.note_stream()
         if not (self._overlap and self._syncs):
             return
+        if self._num_gradients is not None:
+            count = self._num_arrived[parameter] = self._num_arrived.get(parameter, 0) + 1
+            if count < self._num_gradients:
+                return
         self._arrived.add(parameter)
         bucket.num_awaited -= 1
         while self._num_launched < len(self._buckets):
@@ -327,6 +344,12 @@ class GradientReducer:
         if self._window.is_reduced:
             raise RuntimeError(
                 "A gradient arrived after `reduce()`; call `zero()` before the next backward."
+            )
+        if parameter in self._arrived and self._num_gradients is not None:
+            raise RuntimeError(
+                f"`{self._name_of[parameter]}` must get the {self._num_gradients} gradients that "
+                "`zero(num_gradients=...)` announced, and no later one, but another arrived: with "
+                "`overlap` its reduction may have begun."
             )
         if parameter in self._arrived:
             raise RuntimeError(
