@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from free_port import free_port
 from olmo_trainer.checkpoint_manifest import newest_step
 from olmo_trainer.cli import main
 from olmo_trainer.metrics import RunHeader, StepRecord, read_metrics
@@ -30,9 +30,7 @@ class Machines:
     """One torchrun each, of one process; the first is where they meet."""
 
     def __init__(self, folder: Path, program: list[str]) -> None:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            self._port = free.getsockname()[1]
+        self._port = free_port()
         self._folder, self._program = folder, program
         self.agents: list[subprocess.Popen[bytes]] = []
 

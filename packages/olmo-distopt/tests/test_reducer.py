@@ -85,6 +85,29 @@ def test_a_gradient_made_by_hand_is_not_dropped(alone, parameter):
         reducer.reduce()
 
 
+def test_a_main_grad_that_was_replaced_is_not_left_out(alone, parameter):
+    weight = parameter([1.0])
+    reducer = GradientReducer([("weight", weight)], alone)
+    own = weight.main_grad
+    weight.main_grad = torch.zeros(1)
+    (3 * weight).sum().backward()
+    with pytest.raises(RuntimeError, match=r"`main_grad` of `weight` must be the tensor that the"):
+        reducer.reduce()
+    weight.main_grad = own
+    reducer.reduce(num_tokens=3)
+    assert weight.main_grad.item() == 1.0
+
+
+def test_a_model_turned_to_float64_later_is_refused(alone, parameter):
+    weight = parameter([1.0])
+    GradientReducer([("weight", weight)], alone)
+    weight.data = weight.data.double()
+    with pytest.raises(
+        RuntimeError, match=r"wider a dtype than torch.float32, got \(1,\), torch.f"
+    ):
+        weight.sum().backward()
+
+
 def test_tied_and_frozen_parameters(alone, parameter):
     tied, frozen = parameter([1.0]), parameter([1.0]).requires_grad_(False)
     with pytest.raises(ValueError, match="the same one as `embed` and `head`"):

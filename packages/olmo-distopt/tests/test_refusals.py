@@ -373,3 +373,6 @@ def test_a_report_of_parameters_that_the_optimizer_lacks(alone):
     model.bias.requires_grad_(True)
     with pytest.raises(ValueError, match=r"must be those of the optimizer, which has no \['bias'"):
         memory_report(model.named_parameters(), alone, optimizer)
+    namesake = nn.Linear(2, 2, bias=False)
+    with pytest.raises(ValueError, match=r"must be those of the optimizer, which has no \['weight"):
+        memory_report(namesake.named_parameters(), alone, optimizer)

@@ -96,7 +96,8 @@ def memory_report(
     for key, tensor in state.items():
         _, _, name = key.partition(".")
         state_bytes[name] = state_bytes.get(name, 0) + tensor.element_size()
-    strange = [name for name, _ in parameters if name not in state_bytes]
+    own = optimizer.parameters  # one of the same name is not
+    strange = [name for name, parameter in parameters if parameter not in own]
     if strange:
         raise ValueError(
             f"`named_parameters` must be those of the optimizer, which has no {strange}; it keeps "

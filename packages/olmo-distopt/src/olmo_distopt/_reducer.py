@@ -153,6 +153,7 @@ class GradientReducer:
         )
         self._name_of = {parameter: name for name, parameter in self._parameters}
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._main_grads = {p: vars(p)["main_grad"] for p in self._bucket_of}
         self._window = GradientWindow()
         for _, parameter in self._parameters:
             vars(parameter)["main_grad_window"] = self._window
@@ -250,7 +251,8 @@ class GradientReducer:
             ValueError: it is a number below 0 or not finite, or not 0-d. Of a tensor that is below
                 0 or NaN nothing is read: every gradient of every process becomes NaN.
             RuntimeError: the window is already reduced, the reducer is closed, `no_sync()` is
-                active, or a gradient was put in `.grad` by other means than a backward pass.
+                active, a gradient was put in `.grad` by other means than a backward pass, or a
+                `main_grad` is not the reducer's own.
         """
         self._require_reducible()
         if num_tokens is not None:
@@ -301,13 +303,18 @@ class GradientReducer:
             return
         self._require_open(parameter)
         if parameter.grad is not None:
-            main_grad, grad = vars(parameter)["main_grad"], parameter.grad
-            if grad.device != main_grad.device or grad.shape != main_grad.shape:
+            main_grad, grad = self._main_grads[parameter], parameter.grad
+            if (
+                grad.device != main_grad.device
+                or grad.shape != main_grad.shape
+                or grad.dtype.itemsize > main_grad.dtype.itemsize
+            ):
                 raise RuntimeError(
                     f"The gradient of `{self._name_of[parameter]}` must have the shape "
                     f"{tuple(main_grad.shape)} and the device {main_grad.device} of its "
-                    f"`main_grad`, got {tuple(grad.shape)} on {grad.device}; move a model first, "
-                    "then make its reducer and its optimizer."
+                    f"`main_grad`, and no wider a dtype than {main_grad.dtype}, got "
+                    f"{tuple(grad.shape)}, {grad.dtype} on {grad.device}; move a model first, then "
+                    "make its reducer and its optimizer."
                 )
             accumulate(main_grad, grad, self._impl)
             parameter.grad = None
@@ -376,6 +383,11 @@ class GradientReducer:
                 raise RuntimeError(
                     f"`.grad` of `{name}` must be empty, as backward leaves it; add a gradient "
                     "made by hand to `.main_grad`."
+                )
+            if vars(parameter).get("main_grad") is not self._main_grads.get(parameter):
+                raise RuntimeError(
+                    f"`main_grad` of `{name}` must be the tensor that the reducer put there, a "
+                    "part of what it reduces, got another one; write into it, as by `copy_`."
                 )
 
 

@@ -127,6 +127,11 @@ class ShardedOptimizer(ABC):
         """Steps taken, those before a checkpoint included. Reads the device."""
         return int(self._num_steps)
 
+    @property
+    def parameters(self) -> set[nn.Parameter]:
+        """Those that the optimizer updates."""
+        return {state.parameter for state in self._states}
+
     @torch.no_grad()
     def step(
         self,
