@@ -315,6 +315,15 @@ def test_another_number_of_gradients_is_an_error(made, message):
         executor.run(_batch(1), activation_shape=())
 
 
+def test_weights_are_a_tuple_of_parameters():
+    layer = Deferring()
+    stages = {0: lambda hidden, x: (layer(x).sum(), None)}
+    executor = PipelineExecutor(zero_bubble(1, 1), stages, device="cpu", dtype=F64)
+    for weights in (layer.weight, [layer.weight], (layer.weight.T,)):
+        with pytest.raises(TypeError, match=r"`weights` must be a tuple of `nn\.Parameter`"):
+            executor.defer(weights)
+
+
 def test_outside_of_a_split_backward_nothing_waits():
     layer = Deferring()
     stages = {0: lambda hidden, x: (layer(x).sum(), None)}

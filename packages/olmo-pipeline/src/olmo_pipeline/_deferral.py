@@ -238,7 +238,7 @@ class Splitter:
 
     def defer(self, weights: tuple[nn.Parameter, ...]) -> Callable[[Compute], None] | None:
         """Return what takes in the gradients of a call's weights, or None where nothing waits."""
-        return None if self._tape is None else partial(self._tape.defer, tuple(weights))
+        return None if self._tape is None else partial(self._tape.defer, weights)
 
     def backward(
         self, tape: Tape, action: Action, tensors: Sequence[Tensor], seeds: Sequence[Tensor]

@@ -208,7 +208,12 @@ class PipelineExecutor:
             whole; else a function that takes `compute`. It holds for a forward that is run again in
             the backward, too. It raises `RuntimeError` in a backward that the stage itself runs
             inside its forward.
+
+        Raises:
+            TypeError: `weights` is no tuple of parameters.
         """
+        if not isinstance(weights, tuple) or not all(isinstance(w, nn.Parameter) for w in weights):
+            raise TypeError("`weights` must be a tuple of `nn.Parameter`, as `(layer.weight,)` is.")
         return self._splitter.defer(weights)
 
     def close(self) -> None:
