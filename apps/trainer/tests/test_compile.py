@@ -32,7 +32,7 @@ WARNINGS = [
     pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled:UserWarning"),
 ]
 pytestmark = [*WARNINGS, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
-# On a GPU the experts are one operation, and with all else in graphs nothing is left to split.
+# Gradients of weights in graphs do not wait.
 UNSPLIT = pytest.mark.filterwarnings("ignore:the backward of stage")
 
 

@@ -7,6 +7,8 @@ import types
 import pytest
 import torch
 from olmo_ep_comm import LocalDispatcher, rowwise_buffer_bytes
+from olmo_experts_gemm import Experts
+from olmo_mxfp8 import MXExperts, MXLinear
 from olmo_routing import admit
 from olmo_trainer import dispatcher as dispatcher_module
 from olmo_trainer import loop
@@ -15,9 +17,14 @@ from olmo_trainer.describe import print_config
 from olmo_trainer.dispatcher import build_dispatcher, check_installed, live_dispatches
 from olmo_trainer.mesh import Mesh
 from olmo_trainer.overrides import ConfigError, apply_overrides
-from olmo_trainer.pipeline_schedule import build_schedule, split_rules
+from olmo_trainer.pipeline_schedule import (
+    build_schedule,
+    leave_weight_gradients,
+    split_rules,
+)
 from olmo_trainer.recipes import nano
 from rich.console import Console
+from torch import nn
 
 WIDE = ("model.d_model=256", "layout.expert=2", "layout.dispatcher.kind=deepep")
 
@@ -154,10 +161,15 @@ def test_live_dispatches_follow_the_schedule():
     assert live("model.num_dense_layers=4") == 1
 
 
-def test_rows_in_a_buffer_that_is_written_again_are_not_left_for_later():
-    assert any(split_rules(_config("layout.expert=2")).values())
-    rowwise = split_rules(_config("layout.expert=2", "layout.dispatcher.kind=rowwise"))
-    assert not any(rowwise.values())
+@pytest.mark.parametrize(("kind", "wait"), [("auto", True), ("rowwise", False)])
+def test_rows_in_a_buffer_that_is_written_again_are_not_left_for_later(kind, wait):
+    config = _config("layout.expert=2", f"layout.dispatcher.kind={kind}")
+    part = nn.ModuleList([Experts(1, 8, 8), MXExperts(1, 32, 32), MXLinear(32, 32)])
+    leave_weight_gradients(part, lambda weights: None, config)
+    assert [layer.defer is not None for layer in part] == [wait, wait, True]
+    whole = split_rules(config)
+    assert not any(whole.values())
+    assert (torch.ops.olmo_experts_gemm.expert_mlp.default in whole) != wait
 
 
 def test_a_library_that_is_missing_is_named_before_anything_starts(make_config, monkeypatch):

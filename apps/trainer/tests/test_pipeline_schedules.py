@@ -1,11 +1,11 @@
 """Every schedule a configuration names: who holds what, and that split backwards are right."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from olmo_pipeline import SplitRule, simulate, validate
-from olmo_trainer import pipeline_schedule
+from olmo_pipeline import simulate, validate
 from olmo_trainer.build import assemble
 from olmo_trainer.config import LayoutConfig
 from olmo_trainer.data import Batch
@@ -69,50 +69,90 @@ def test_on_a_v_the_first_rank_holds_both_ends():
     assert bytes_per_rank(config, weights="fp32") == 20 * ends
 
 
-def _gradients(kind: str, monkeypatch, calls: list[str]) -> dict[str, torch.Tensor]:
-    """Gradients of one process whose backward is split, or not."""
-    rules = pipeline_schedule.SPLIT_RULES
-    (operator, rule), *_ = rules.items()
+MXFP8 = ("model.attention.num_kv_heads=2", "precision.mxfp8=experts,shared,attention")
 
-    def watched(*arguments):
-        calls.append("weight")
-        return rule.weight_gradients(*arguments)
 
-    monkeypatch.setitem(rules, operator, SplitRule(rule.input_gradient, watched, rule.applies))
-    settings = [f"layout.schedule.kind={kind}", "batch.accumulation=2"]
-    config = apply_overrides(nano(), settings).for_world(1)
+def _batch(sequences: int) -> Batch:
+    tokens = torch.randint(0, 257, (sequences, 17), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(sequences, 16, dtype=torch.bool)
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask)
+
+
+def _measure(rank: int, world: int, *settings: str) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Return the loss, this rank's gradients by name, and how many calls left theirs for later."""
+    config = apply_overrides(nano(), settings).for_world(world)
     assembly = assemble(config, create_mesh(config.layout, torch.device("cpu")))
-    tokens = torch.randint(0, 257, (4, 17), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones(4, 16, dtype=torch.bool)
-    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask)
-    accumulate_gradients(assembly, split_batch(batch, 2))
-    return {
+    count = config.batch.accumulation
+    waited: list[int] = []
+    for stage in assembly.stages.values():
+        for layer in stage.part.modules():
+            if (ask := getattr(layer, "defer", None)) is not None:
+                layer.defer = partial(_counted, ask, waited)  # pyright: ignore[reportAttributeAccessIssue]
+    accumulate_gradients(assembly, split_batch(_batch(2 * count), count))
+    gradients = {
         name: each.main_grad.clone()  # pyright: ignore[reportAttributeAccessIssue] - the reducer's
         for name, each in assembly.parameters
     }
+    return assembly.statistics.totals().loss, gradients, len(waited)
 
 
-def test_the_products_of_experts_are_split(monkeypatch):
-    calls: list[str] = []
-    split = _gradients("zero_bubble_h1", monkeypatch, calls)
-    # Two products of three routed layers for two microbatches wait for the weight gradient.
-    assert len(calls) == 2 * 3 * 2
-    whole = _gradients("one_f_one_b", monkeypatch, calls)
-    assert len(calls) == 2 * 3 * 2
+def _counted(ask, waited, weights):
+    later = ask(weights)
+
+    def counting(compute):
+        later(lambda: waited.append(len(weights)) or compute())
+
+    return None if later is None else counting
+
+
+def _assert_near(split: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
+    assert split.keys() == whole.keys()
     for name, gradient in whole.items():
         torch.testing.assert_close(split[name], gradient, rtol=1e-5, atol=1e-7)
         assert gradient.any(), name
 
 
-def test_a_batch_may_grow_under_any_number_of_microbatches(monkeypatch):
-    config = apply_overrides(nano(), ["batch.accumulation=4"]).for_world(1)
+@pytest.mark.parametrize(
+    ("settings", "calls"),
+    [
+        ((), 2 * 3),  # two products in each of three routed layers
+        (("recompute.kind=experts",), 2 * 3),
+        (MXFP8, 3 + 2 * 3 + 4 * 4),  # experts, the shared one's products, those of attention
+        ((*MXFP8, "recompute.kind=blocks"), 3 + 2 * 3 + 4 * 4),
+    ],
+    ids=["plain", "recomputed", "MXFP8", "MXFP8, recomputed"],
+)
+def test_layers_with_a_backward_of_their_own_are_split(settings, calls):
+    settings = (*settings, "batch.accumulation=2")
+    loss, split, waited = _measure(0, 1, *settings, "layout.schedule.kind=zero_bubble_h1")
+    assert waited == 2 * calls
+    expected, whole, waited = _measure(0, 1, *settings)
+    assert waited == 0
+    assert loss == expected
+    _assert_near(split, whole)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["zero_bubble_h1", "zero_bubble_v", "dual_pipe_v"])
+def test_a_pipeline_of_quantised_layers_splits_as_it_trains(processes, kind):
+    """No warning of layers that stay whole either: it would be an error here."""
+    settings = (*MXFP8, "layout.pipeline=2", "batch.accumulation=4")
+    whole = processes.run(_measure, *settings, world=2)
+    split = processes.run(_measure, *settings, f"layout.schedule.kind={kind}", world=2)
+    assert sum(loss for loss, *_ in split) == sum(loss for loss, *_ in whole)
+    merged = [{k: v for _, part, _ in ranks for k, v in part.items()} for ranks in (split, whole)]
+    _assert_near(*merged)
+    assert all(waited > 0 for *_, waited in split)
+
+
+@pytest.mark.parametrize("kind", ["one_f_one_b", "zero_bubble_h1"])
+def test_a_batch_may_grow_under_any_number_of_microbatches(kind):
+    settings = ["batch.accumulation=4", f"layout.schedule.kind={kind}"]
+    config = apply_overrides(nano(), settings).for_world(1)
     assembly = assemble(config, create_mesh(config.layout, torch.device("cpu")))
-    tokens = torch.randint(0, 257, (4, 17), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones(4, 16, dtype=torch.bool)
-    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask)
     losses = []
     for parts in (4, 1, 2, 4):
-        accumulate_gradients(assembly, split_batch(batch, parts))
+        accumulate_gradients(assembly, split_batch(_batch(4), parts))
         losses.append(assembly.statistics.totals())
     assert losses[0] == losses[3]
     assert losses[1].loss == pytest.approx(losses[0].loss, rel=1e-6)

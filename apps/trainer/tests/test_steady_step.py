@@ -33,8 +33,6 @@ pytestmark = [
     # Of what compiles, FlexAttention among it.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
-    # MXFP8 layers do not split their backward.
-    pytest.mark.filterwarnings("ignore:the backward of stage"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 

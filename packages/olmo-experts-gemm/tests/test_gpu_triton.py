@@ -1,9 +1,11 @@
 """What only a GPU shows of the Triton kernels: no host sync, graphs, memory, 64-bit addresses."""
 
+import contextlib
 import gc
 
 import pytest
 import torch
+from later import Postponed
 from olmo_experts_gemm import grouped_mm, moe_mlp, swiglu_experts
 from olmo_experts_gemm._grouped_mm import pick
 
@@ -114,6 +116,51 @@ def test_bytes_held_between_forward_and_backward():
         assert requested() == before
         torch.autograd.grad(y, leaves[:4], dy)
         del y
+
+
+@pytest.mark.parametrize("H", [192, 1024])  # from 1024 on rows are copied before their products
+@pytest.mark.parametrize("into_buffers", [False, True])
+def test_deferred_weight_gradients_have_the_bits_of_one_backward(no_host_sync, H, into_buffers):
+    ids, leaves, dy = _layer(H=H)
+    results = []
+    for defer in (None, Postponed(), Postponed()):  # the second compiles
+        x, weights, *stacks = (leaf.detach().clone().requires_grad_() for leaf in leaves)
+        up, down, b_up, b_down = (torch.nn.Parameter(stack.detach()) for stack in stacks)
+        options = {"b_gate_up_E2H": b_up, "b_down_ED": b_down, "defer": defer}
+        pair = tuple(torch.zeros_like(w, dtype=torch.float32) for w in (up, down))
+        if into_buffers:
+            options["main_grads"] = pair
+        with no_host_sync() if defer is not None and results[1:] else contextlib.nullcontext():
+            y = moe_mlp(x, ids, weights, up, down, impl="triton", **options)
+            y.backward(dy)
+            if defer is not None:
+                assert up.grad is down.grad is b_up.grad is b_down.grad is None
+                assert defer.run() == 1
+        stack_gradients = pair if into_buffers else (up.grad, down.grad)
+        results.append((y, x.grad, weights.grad, *stack_gradients, b_up.grad, b_down.grad))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.parametrize("H", [256, 1024])
+def test_bytes_held_between_backward_and_deferred_weight_gradients(H):
+    T, K, E, D = 4096, 4, 8, 512
+    ids, (x, weights, up, down, *_), dy = _layer(T, K, E, D, H)
+    x, weights, up, down = x.detach(), weights.detach(), *map(torch.nn.Parameter, (up, down))
+
+    def requested():
+        gc.collect()
+        return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+    for repeat in range(2):  # the first compiles
+        defer, before, R = Postponed(), requested(), T * K
+        moe_mlp(x, ids, weights, up, down, impl="triton", defer=defer).backward(dy)
+        held = requested() - before
+        assert defer.run() == 1
+        up.grad = down.grad = None
+        if repeat:
+            assert held == 6 * R * H + 8 * R + 4 * E  # the tokens and `dy` are the caller's
+            assert requested() == before
 
 
 def test_empty_experts_get_zeros_from_used_memory(oracle):

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from olmo_mxfp8 import MXRecipe, MXTensor, dequantize, mx_grouped_mm, quantize, quantize_both
+from mx_later import Postponed
+from olmo_mxfp8 import (
+    MXExperts,
+    MXLinear,
+    MXRecipe,
+    MXTensor,
+    dequantize,
+    mx_grouped_mm,
+    quantize,
+    quantize_both,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,3 +82,33 @@ def test_small_integers_have_exact_products_and_gradients():
     assert torch.equal(dx.double(), torch.cat([dy[a] @ w[0], dy[b] @ w[2], zeros[:, :128]]))
     expected_dw = [dy[a].T @ x[a], torch.zeros_like(w[1]), dy[b].T @ x[b]]
     assert torch.equal(dw.double(), torch.stack(expected_dw))
+
+
+@pytest.mark.parametrize("impl", ["coarse", "dequantise"])
+@pytest.mark.parametrize("weight_grad", ["high", "mxfp8"])
+def test_deferred_weight_gradients_have_the_bits_of_one_backward(impl, weight_grad):
+    if impl == "coarse" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs compute capability 9.x")
+    granularity = 128 if impl == "coarse" else 32
+    recipe = MXRecipe(impl=impl, granularity=granularity, saved="mxfp8", weight_grad=weight_grad)
+    experts = MXExperts(
+        4, 256, 128, recipe=recipe, cached=True, device="cuda", dtype=torch.bfloat16
+    )
+    linear = MXLinear(256, 256, recipe=recipe, device="cuda", dtype=torch.bfloat16)
+    offsets = torch.tensor([70, 70, 300, 500], dtype=torch.int32, device="cuda")
+    x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    weights, dy = torch.rand(512, device="cuda"), torch.randn_like(x)
+    results = []
+    for defer in (None, Postponed()):
+        experts.defer = linear.defer = defer
+        leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+        parameters = [*experts.parameters(), *linear.parameters()]
+        for parameter in parameters:
+            parameter.grad = None
+        y = experts(linear(leaves[0]), offsets, row_weights_R=leaves[1])
+        y.backward(dy)
+        if defer is not None:
+            assert all(parameter.grad is None for parameter in parameters)
+            assert defer.run() == 2
+        results.append([y, *(leaf.grad for leaf in (*leaves, *parameters))])
+    assert all(map(torch.equal, *results))

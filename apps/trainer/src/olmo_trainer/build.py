@@ -41,7 +41,7 @@ from olmo_trainer.model.initialize import initialize
 from olmo_trainer.model.moe import MoE
 from olmo_trainer.model.regions import EAGER, Regions
 from olmo_trainer.model.transformer import Transformer
-from olmo_trainer.pipeline_schedule import build_schedule, split_rules
+from olmo_trainer.pipeline_schedule import build_schedule, leave_weight_gradients, split_rules
 from olmo_trainer.rerun import StepRerun
 from olmo_trainer.sizes import stage_layers
 from olmo_trainer.stage import Stage
@@ -314,6 +314,20 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
         optimizer.overlap_gather(
             block for stage in stages.values() for block in stage.part.layers.values()
         )
+    executor = GrowingExecutor(
+        lambda count: PipelineExecutor(
+            build_schedule(config.layout, count),
+            stages,
+            group=mesh.pipeline_group,
+            device=mesh.device,
+            dtype=dtype,
+            split_rules=split_rules(config),
+        ),
+        config.batch.accumulation,
+    )
+    if schedule.splits_backward:
+        for stage in stages.values():
+            leave_weight_gradients(stage.part, executor.defer, config)
     return Assembly(
         config=config,
         mesh=mesh,
@@ -332,16 +346,6 @@ def assemble(config: TrainerConfig, mesh: Mesh) -> Assembly:
         guard=Guard(config.guard, mesh) if isinstance(config.guard, SkipGuard) else None,
         rerun=_build_rerun(config, dispatcher),
         breaker=Breaker(),
-        executor=GrowingExecutor(
-            lambda count: PipelineExecutor(
-                build_schedule(config.layout, count),
-                stages,
-                group=mesh.pipeline_group,
-                device=mesh.device,
-                dtype=dtype,
-                split_rules=split_rules(config),
-            ),
-            config.batch.accumulation,
-        ),
+        executor=executor,
         dispatcher=dispatcher,
     )

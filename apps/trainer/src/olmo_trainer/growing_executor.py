@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from olmo_pipeline import PipelineExecutor, PipelineResult
+from torch import nn
 
 
 class GrowingExecutor:
@@ -34,3 +35,7 @@ class GrowingExecutor:
     def evaluate(self, microbatches: Sequence[Any], *, activation_shape: Any) -> PipelineResult:
         """Run forward alone: see `PipelineExecutor.evaluate`."""
         return self._executor.evaluate(microbatches, activation_shape=activation_shape)
+
+    def defer(self, weights: tuple[nn.Parameter, ...]) -> Callable[..., None] | None:
+        """Say whether weight gradients may wait: see `PipelineExecutor.defer`."""
+        return self._executor.defer(weights)

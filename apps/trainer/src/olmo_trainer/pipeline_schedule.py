@@ -1,15 +1,19 @@
-"""The pipeline schedule that a layout names, and how the products of experts split their backward.
+"""The pipeline schedule that a layout names, and which layers leave weight gradients for later.
 
 A schedule that splits the backward leaves the weight gradients of linear operations for later. The
-executor knows torch's own; the grouped product of the experts is told here.
+executor knows torch's own; layers with a backward of their own ask it, and are told here to.
+
+With the rowwise dispatcher the experts do not ask: their rows lie in a receive buffer, which is
+written again once the input gradient is done.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-import olmo_experts_gemm  # noqa: F401 - registers the operators named below
-import olmo_routing  # noqa: F401 - likewise
+import olmo_routing  # noqa: F401 - registers the operator named below
 import torch
+from olmo_experts_gemm import Defer, Experts
+from olmo_mxfp8 import MXExperts, MXLinear
 from olmo_pipeline import (
     Schedule,
     SplitRule,
@@ -21,7 +25,7 @@ from olmo_pipeline import (
     v_shape,
     zero_bubble,
 )
-from torch import Tensor
+from torch import nn
 
 from olmo_trainer.config import (
     DualPipeV,
@@ -38,9 +42,8 @@ from olmo_trainer.config import (
 )
 
 SEARCH_TRIES = 500  # about a second for 4 ranks, ten for 16 ranks and 64 microbatches
-_GROUPED_MM = torch.ops.olmo_experts_gemm.grouped_mm.default
+_EXPERTS = torch.ops.olmo_experts_gemm
 _GATE_PRODUCT = torch.ops.olmo_routing.gate_product.default
-_GROUPED_OUTER = torch.ops.olmo_experts_gemm.grouped_outer.default
 
 
 def build_schedule(layout: LayoutConfig, num_microbatches: int) -> Schedule:
@@ -72,34 +75,24 @@ def build_schedule(layout: LayoutConfig, num_microbatches: int) -> Schedule:
             )
 
 
-def _input_gradient(
-    gradient_RF: Tensor, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor, impl: str
-) -> Tensor:
-    return _GROUPED_MM(gradient_RF, w_EFD.mT, offsets_E, impl)
-
-
-def _weight_gradients(
-    gradient_RF: Tensor, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor, impl: str
-) -> tuple[Tensor | None, ...]:
-    return (_GROUPED_OUTER(gradient_RF, x_RD, offsets_E, impl),)
-
-
-SPLIT_RULES: dict[Callable[..., Any], SplitRule | None] = {
-    _GROUPED_MM: SplitRule(_input_gradient, _weight_gradients),
-    _GATE_PRODUCT: None,
-}
-"""`dx = dy @ w[e]` at once, `dw[e] = dy_e.T @ x_e` at any later time.
-
-A gate stays whole: its product is small, and both halves need its logits (`olmo_routing`).
-"""
-
-
 def split_rules(config: TrainerConfig) -> dict[Callable[..., Any], SplitRule | None]:
-    """Return how backwards split besides those of torch's own linear operations.
+    """Return the operations whose backward stays whole on purpose, and so needs no warning.
 
-    With the rowwise dispatcher the experts' are not split: their rows lie in a receive buffer,
-    which is written again once the input gradient is done.
+    A gate's product is small, and both halves of its backward need its logits (`olmo_routing`).
     """
-    if isinstance(config.layout.dispatcher, RowwiseDispatcher):
-        return dict.fromkeys(SPLIT_RULES)
-    return dict(SPLIT_RULES)
+    whole = [_GATE_PRODUCT]
+    if not _experts_wait(config):
+        whole += [_EXPERTS.grouped_mm.default, _EXPERTS.expert_mlp.default]
+    return dict.fromkeys(whole)
+
+
+def leave_weight_gradients(part: nn.Module, defer: Defer, config: TrainerConfig) -> None:
+    """Let the MXFP8 layers and the experts of `part` ask `defer`, as far as they can wait."""
+    kinds = (MXLinear, MXExperts, Experts) if _experts_wait(config) else (MXLinear,)
+    for layer in part.modules():
+        if isinstance(layer, kinds):
+            layer.defer = defer
+
+
+def _experts_wait(config: TrainerConfig) -> bool:
+    return not isinstance(config.layout.dispatcher, RowwiseDispatcher)

@@ -8,11 +8,13 @@ every expert multiplies its own rows by its own weights:
 - `moe_mlp` goes from tokens and their expert ids to tokens;
 - `Experts` is the module that holds the weights;
 - `GroupedMatmul` is what a product must look like to take the place of `grouped_mm`;
+- `Defer` is what says that weight gradients may be computed later than the rest of a backward;
 - `SavedActivationPacker` is what keeps saved activations in another form;
 - `experts_from_hugging_face` and `experts_to_hugging_face` convert expert weights, and
   `hugging_face_experts_forward` runs the experts of a `transformers` model.
 """
 
+from ._deferral import Defer as Defer
 from ._expert_mlp import GroupedMatmul as GroupedMatmul
 from ._expert_mlp import swiglu_experts as swiglu_experts
 from ._experts import Experts as Experts
@@ -24,6 +26,7 @@ from ._moe import moe_mlp as moe_mlp
 from ._packing import SavedActivationPacker as SavedActivationPacker
 
 __all__ = [
+    "Defer",
     "Experts",
     "GroupedMatmul",
     "SavedActivationPacker",

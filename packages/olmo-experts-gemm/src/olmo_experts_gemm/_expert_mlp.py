@@ -11,6 +11,7 @@ pure sum.
 Shapes: R rows, E experts, D model width, H expert hidden width.
 """
 
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -27,7 +28,8 @@ from ._checks import (
     name_of,
     refuse_forward_mode,
 )
-from ._fused_mlp import expert_mlp_op, saves_hidden
+from ._deferral import Defer, ask, check_defer
+from ._fused_mlp import WEIGHTS, expert_mlp_op, expert_mlp_that_waits, saves_hidden
 from ._grouped_mm import Impl, check_impl, grouped_mm_op, multiply, pick
 from ._main_grad import check_apart, check_main_grad, main_grad_pair
 from ._packing import SavedActivationPacker, packing, place_of, refuse_compilation
@@ -80,6 +82,7 @@ def swiglu_experts(
     b_down_ED: Tensor | None = None,
     main_grads: tuple[Tensor, Tensor] | None = None,
     pack: SavedActivationPacker | None = None,
+    defer: Defer | None = None,
     impl: Impl = "auto",
     matmul: GroupedMatmul | None = None,
 ) -> Tensor:
@@ -107,23 +110,27 @@ def swiglu_experts(
             tensor is given to it, and none twice. What is saved besides must not be changed in
             place before backward, which raises then, as ever. Its hooks take the place of
             saved-tensor hooks around this call for all that is saved here.
+        defer: Asked in each call whether the gradients of the stacks, and by `"triton"` of the
+            biases, may be computed later than backward, where they are `nn.Parameter`: see `Defer`.
+            Then what makes them adds to `main_grads`, if given, with the bits of one backward. Such
+            a call is differentiable once. `None`: not asked.
         impl: Which product, as for `grouped_mm`; one choice serves both products. `"triton"` is the
             fused MLP, which is differentiable once.
         matmul: A product to use in place of `grouped_mm`; leave `impl` at `"auto"`, and
-            `main_grads` and `pack` at `None`, with it.
+            `main_grads`, `pack` and `defer` at `None`, with it.
 
     Returns:
         `y_RD`, (R, D), of the dtype of `x_RD`. Rows past `offsets_E[-1]` are zero.
 
     Raises:
-        TypeError: A dtype is not one of those above.
+        TypeError: A dtype is not one of those above, or `defer` is no function.
         ValueError: Shapes or devices do not match, `activation` is unknown, the offsets are not a
             running sum within R (seen as by `grouped_mm`), `impl` cannot run here, `matmul` comes
-            together with `impl`, `main_grads` or `pack`, a buffer of `main_grads` is not as
-            `grouped_mm` wants it or shares memory with the other, or `matmul` or `pack.unpack`
+            together with `impl`, `main_grads`, `pack` or `defer`, a buffer of `main_grads` is not
+            as `grouped_mm` wants it or shares memory with the other, or `matmul` or `pack.unpack`
             returns another shape, dtype or device.
         NotImplementedError: A tensor carries a forward-mode tangent (not seen when compiled), or
-            `pack` meets `torch.compile`.
+            `pack` or `defer` meets `torch.compile`.
         RuntimeError: A second derivative through `"triton"`, `create_graph=True` with `main_grads`,
             or a backward with `pack` after a saved tensor was changed in place.
 
@@ -139,9 +146,14 @@ def swiglu_experts(
         Held for backward beyond the inputs, a row, for the SwiGLU in 16 bits: `4 H` bytes by
         `"triton"`, and 4 for a row weight that is not float32; by the others `8 H` bytes, and `2 D`
         more with row weights. The rows are an input: `2 D` bytes each, unless they are packed.
+
+        Held from backward until deferred gradients are computed, a row: the rows as they are and
+        the gradient of the output, `4 D` bytes, and `6 H` for the SwiGLU in 16 bits (the gradient
+        of the pre-activations, and the hidden layer).
     """
-    refuse_compilation(pack)
-    check_one_product(impl, matmul, main_grads=main_grads, pack=pack)
+    refuse_compilation(pack, defer)
+    check_defer(defer)
+    check_one_product(impl, matmul, main_grads=main_grads, pack=pack, defer=defer)
     check_rows("x_RD", x_RD)
     stacks = Stacks.of(w_gate_up_E2HD, w_down_EDH, b_gate_up_E2H, b_down_ED, main_grads)
     E, D, H = check_stacks(stacks, activation, "x_RD", x_RD)
@@ -151,8 +163,11 @@ def swiglu_experts(
     refuse_forward_mode(x_RD, row_weights_R, *stacks)
     chosen = pick(impl, x_RD, x_RD.shape[0], E, D, H)
     if chosen == "triton" and matmul is None:
-        return run_fused(x_RD, stacks, row_weights_R, (offsets_E, None, None), 1, activation, pack)
-    return run_products(x_RD, stacks, row_weights_R, offsets_E, activation, pack, chosen, matmul)
+        maps = (offsets_E, None, None)
+        return run_fused(x_RD, stacks, row_weights_R, maps, 1, activation, pack, defer)
+    return run_products(
+        x_RD, stacks, row_weights_R, offsets_E, activation, pack, defer, chosen, matmul
+    )
 
 
 def check_stacks(stacks: Stacks, activation: str, x_name: str, x: Tensor) -> tuple[int, int, int]:
@@ -206,18 +221,23 @@ def run_fused(
     top_k: int,
     activation: str,
     pack: SavedActivationPacker | None,
+    defer: Defer | None,
 ) -> Tensor:
     """Run the fused kernels on tokens (with their maps) or on rows, without checks."""
     if weights is not None:
         weights = weights.float()
     inputs = (x, *stacks[:4], weights)
     arguments = (*inputs, *stacks[4:], *maps, top_k, activation, saves_hidden(inputs))
+    call = expert_mlp_op
+    later = None if defer is None else ask(defer, dict(zip(WEIGHTS, stacks[:4], strict=True)))
+    if later is not None:
+        call = partial(expert_mlp_that_waits, later)
     if pack is None:
-        return expert_mlp_op(*arguments)[0]
+        return call(*arguments)[0]
     # Of the floats that the operator saves, all but these are `x` and the pre-activations.
     others = {place_of(t) for t in (*stacks[:4], weights) if t is not None}
     with packing(pack, lambda t: t.is_floating_point() and place_of(t) not in others):
-        return expert_mlp_op(*arguments)[0]
+        return call(*arguments)[0]
 
 
 def run_products(
@@ -227,6 +247,7 @@ def run_products(
     offsets_E: Tensor,
     activation: str,
     pack: SavedActivationPacker | None,
+    defer: Defer | None,
     impl: Impl,
     matmul: GroupedMatmul | None,
 ) -> Tensor:
@@ -234,7 +255,7 @@ def run_products(
 
     def product(rows: Tensor, w: Tensor, bias: Tensor | None, main_grad: Tensor | None) -> Tensor:
         if matmul is None:
-            y = multiply(rows, w, offsets_E, main_grad, impl)
+            y = multiply(rows, w, offsets_E, main_grad, impl, defer)
         else:
             y = _guarded(matmul, rows, w, offsets_E)
         return y if bias is None else y + _bias_rows(bias, offsets_E, len(rows), impl)

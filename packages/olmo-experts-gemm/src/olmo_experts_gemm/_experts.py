@@ -7,13 +7,14 @@ Shapes: R rows, T tokens, K experts a token, E experts held, D model width, H ex
 """
 
 from numbers import Integral
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from ._activation import Activation, check_activation, has_gate
 from ._checks import FLOATS, name_of
+from ._deferral import Defer
 from ._expert_mlp import GroupedMatmul, check_one_product, swiglu_experts
 from ._grouped_mm import Impl
 from ._moe import moe_mlp
@@ -24,6 +25,7 @@ class _Settings(TypedDict):
     activation: Activation
     b_gate_up_E2H: Tensor | None
     b_down_ED: Tensor | None
+    defer: Defer | None
     impl: Impl
     matmul: GroupedMatmul | None
 
@@ -47,12 +49,16 @@ class Experts(nn.Module):
         w_down_EDH: (E, D, H).
         b_gate_up_E2H: (E, 2H), (E, H) without a gate; `None` without biases.
         b_down_ED: (E, D); `None` without biases.
+        defer: As for `swiglu_experts`, `None` at first; set it when there is something to ask, such
+            as `executor.defer` of a pipeline. Copies and pickles of the module have none.
 
     Raises:
         TypeError: A size is not an integer, or `dtype` is none of those above.
         ValueError: A size is below 1, `activation` or `impl` is unknown, or both `impl` and
             `matmul` are given.
     """
+
+    defer: Defer | None = None
 
     def __init__(
         self,
@@ -160,9 +166,14 @@ class Experts(nn.Module):
             "activation": self.activation,
             "b_gate_up_E2H": self.b_gate_up_E2H,
             "b_down_ED": self.b_down_ED,
+            "defer": self.defer,
             "impl": self.impl,
             "matmul": self.matmul,
         }
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out `defer`, which may hold on to processes."""
+        return {name: value for name, value in vars(self).items() if name != "defer"}
 
     def extra_repr(self) -> str:
         """Sizes for `print`."""

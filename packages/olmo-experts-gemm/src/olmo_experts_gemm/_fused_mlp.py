@@ -5,6 +5,8 @@ and the int32 maps; nothing as large as tokens times routes times the model widt
 says in which order the kernels run.
 
 The operators are differentiable once: their backward is an operator whose own backward raises.
+Where weight gradients wait, an autograd function takes the place of the differentiable operator; it
+runs the same kernels.
 
 Shapes: T tokens, K routes a token, R rows, E experts, D model width, H expert hidden width.
 """
@@ -14,12 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import _fused_order
+from ._deferral import Later
 from ._fused_order import Gradients, Needs, Rows
 from ._main_grad import check_main_grad, refuse_second_order_main_grad
 
 _NAME = "olmo_experts_gemm::"
+WEIGHTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+"""The inputs of the operator whose gradients may wait, in its order."""
 
 
 @torch.library.custom_op(_NAME + "sort_routes", mutates_args=())
@@ -166,12 +172,63 @@ def _backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]
         made = expert_mlp_backward_op(*arguments)
     else:
         refuse_second_order_main_grad()
-        for i, name in enumerate(("w_gate_up_E2HD", "w_down_EDH")):
-            check_main_grad(f"main_grads[{i}]", ctx.buffers[i], name, arguments[3 + i])
+        _check_buffers(ctx.buffers, arguments[3:5])
         made = expert_mlp_backward_main_grad_op(*ctx.buffers, *arguments)
         needs[1] = needs[2] = False
     gradients = (new if need else None for new, need in zip(made, needs, strict=True))
     return (*gradients, *(None,) * 8)
+
+
+def _check_buffers(buffers: Sequence[Tensor | None], stacks: Sequence[Any]) -> None:
+    for i, name in enumerate(("w_gate_up_E2HD", "w_down_EDH")):
+        check_main_grad(f"main_grads[{i}]", buffers[i], name, stacks[i])
+
+
+def expert_mlp_that_waits(later: Later, *inputs: Any) -> tuple[Tensor, Tensor]:
+    """Run `expert_mlp_op` on its inputs, with a backward that leaves weight gradients for later."""
+    places = {1 + WEIGHTS.index(name) for name in later.weights}
+    others = [None if place in places else value for place, value in enumerate(inputs)]
+    return _Waiting.apply(later.anchor, later, *others)
+
+
+class _Waiting(torch.autograd.Function):
+    """The weights that wait are no inputs of its graph, but those of `later`."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, later: Later, *others: Any) -> tuple[Tensor, Tensor]:
+        inputs = list(others)
+        for name, weight in later.weights.items():
+            inputs[1 + WEIGHTS.index(name)] = weight
+        output = expert_mlp_op(*inputs)
+        _save(ctx, tuple(inputs), output)
+        ctx.later = later
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (once_differentiable)
+        ctx: Any, dy: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * 16
+        if dy is None:
+            return nothing
+        # What is left for later reads some of these and must not keep the graph alive.
+        saved: Any = (None if tensor is None else tensor.detach() for tensor in ctx.saved_tensors)
+        x, hidden, w_gate_up, w_down, b_down, weights, offsets_E, route_R, row_TK = saved
+        rows = Rows(offsets_E, weights, route_R, row_TK, ctx.top_k, ctx.activation)
+        asked = dict(zip(Needs._fields, ctx.needs_input_grad[2:8], strict=True))
+        needs = Needs(**{name: asked[name] or name in ctx.later.weights for name in asked})
+        into = None
+        if ctx.buffers[0] is not None:
+            _check_buffers(ctx.buffers, (w_gate_up, w_down))
+            into = ctx.buffers[0], ctx.buffers[1]
+            asked["w_gate_up"] = asked["w_down"] = False
+        made = _fused_order.backward(
+            dy.detach(), x, hidden, w_gate_up, w_down, b_down, rows, needs, into, ctx.later
+        )
+        ctx.later.hand_over()
+        gradients = (new if asked[name] else None for name, new in made._asdict().items())
+        return (None, None, *gradients, *nothing[8:])
 
 
 def _refuse_second_order(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -11,14 +11,20 @@ product, or where that is slower copied in the order of the rows first. The toke
 all that is kept between the two; every other tensor of rows is freed as soon as the next one is
 made of it.
 
+The gradients of the stacks and biases may wait: backward then leaves, for each, the same kernel as
+a function of what it reads, `dy` and `s a`, or `d_hidden` and `x`.
+
 Shapes: T tokens, K routes a token, R rows, E experts, D model width, H expert hidden width.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._deferral import Later, Work
 from ._dense import dense, is_dense
 from ._triton_product import launching_on
 
@@ -144,6 +150,7 @@ def backward(
     rows: Rows,
     needs: Needs,
     into: tuple[Tensor, Tensor] | None,
+    later: Later | None = None,
 ) -> Gradients:
     """Return the gradients that `needs` asks for; those of the stacks go `into` buffers if given.
 
@@ -157,6 +164,8 @@ def backward(
         rows: As in forward.
         needs: What to make.
         into: Float32 buffers for the gradients of `w_gate_up` and `w_down`.
+        later: Weights that wait. What makes their gradients is left there, and reads tensors that
+            are given here.
     """
     from ._triton.expert_sums import sum_rows
     from ._triton.tile_map import make_tile_map
@@ -165,30 +174,60 @@ def backward(
     nothing = empty_gradients(x, w_gate_up, w_down, rows, Needs(*[False] * 6), into is not None)
     if rows.of(x) == 0:
         full = empty_gradients(x, w_gate_up, w_down, rows, needs, into is not None)
-        return Gradients(*(gradient.zero_() for gradient in full))
-    made: dict[str, Tensor | None] = dict.fromkeys(Gradients._fields)
+        made = {name: gradient.zero_() for name, gradient in full._asdict().items()}
+        if later is not None:
+            for name in later.weights:
+                later.leave(name, partial(_zeros, made[name]))
+        return Gradients(**made)
+    results = _Results(later, x.device)
     rows, dy, x, hidden = rows.dense(), dense(dy), dense(x), dense(hidden)
     gather = {"route_R": rows.route_R, "top_k": rows.top_k}
     with launching_on(x.device):
         if needs.b_down:
-            made["b_down"] = sum_rows(dy, rows.offsets_E, weights=rows.weights, **gather)
+            results.make("b_down", sum_rows, dy, rows.offsets_E, weights=rows.weights, **gather)
         if any((needs.x, needs.w_gate_up, needs.w_down, needs.b_gate_up, needs.weights)):
             tiles = make_tile_map(rows.offsets_E, rows.of(x), tile_rows(x))
-            d_hidden = _down(dy, hidden, w_down, b_down, rows, tiles, needs, into, made)
+            d_hidden = _down(dy, hidden, w_down, b_down, rows, tiles, needs, into, results)
             if needs.x:
-                made["x"] = _rows_gradient(d_hidden, w_gate_up, rows, tiles)
+                results.make("x", _rows_gradient, d_hidden, w_gate_up, rows, tiles)
             if needs.w_gate_up:
-                made["w_gate_up"] = _stack_gradient(
-                    d_hidden,
-                    *_lay_out(x, w_down, rows),
-                    "right",
-                    None if into is None else into[0],
-                )
+                buffer = None if into is None else into[0]
+                unweighted = rows._replace(weights=None)
+                results.make("w_gate_up", _up_gradient, d_hidden, x, w_down, unweighted, buffer)
             if needs.b_gate_up:
-                made["b_gate_up"] = sum_rows(d_hidden, rows.offsets_E)
-    return Gradients(
-        *(none if new is None else new for new, none in zip(made.values(), nothing, strict=True))
-    )
+                results.make("b_gate_up", sum_rows, d_hidden, rows.offsets_E)
+    return nothing._replace(**results.made)
+
+
+class _Results:
+    """Gradients as they are made, and functions that make those that wait.
+
+    Args:
+        later: Those that wait.
+        device: Where they are made.
+    """
+
+    def __init__(self, later: Later | None, device: torch.device) -> None:
+        self.made: dict[str, Tensor] = {}
+        self._later = later
+        self._device = device
+
+    def waits(self, name: str) -> bool:
+        """Whether this gradient is left for later."""
+        return self._later is not None and name in self._later.weights
+
+    def make(
+        self, name: str, function: Callable[..., Tensor | None], *given: Any, **kw: Any
+    ) -> None:
+        """Call a function for a gradient, or leave the call for later."""
+        if self._later is not None and self.waits(name):
+            self._later.leave(name, partial(self._launch, partial(function, *given, **kw)))
+        elif (gradient := function(*given, **kw)) is not None:
+            self.made[name] = gradient
+
+    def _launch(self, work: Work) -> Tensor | None:
+        with launching_on(self._device):
+            return work()
 
 
 def _down(
@@ -200,28 +239,51 @@ def _down(
     tiles: "TileMap",
     needs: Needs,
     into: tuple[Tensor, Tensor] | None,
-    made: dict[str, Tensor | None],
+    results: _Results,
 ) -> Tensor:
     """Return `d hidden`, and make the gradients of `w_down` and of the weights on the way."""
     from ._triton.down_gradient import down_gradient
 
-    dy, rows = _lay_out(dy, w_down, rows)
+    laid_dy, laid = _lay_out(dy, w_down, rows)
     d_hidden, a_RH, ds_PR = down_gradient(
-        dy,
+        laid_dy,
         dense(w_down),
         hidden,
-        rows.offsets_E,
-        route_R=rows.route_R,
-        weights=rows.weights,
-        top_k=rows.top_k,
-        activation=rows.activation,
+        laid.offsets_E,
+        route_R=laid.route_R,
+        weights=laid.weights,
+        top_k=laid.top_k,
+        activation=laid.activation,
         tiles=tiles,
     )
-    if needs.w_down:
-        made["w_down"] = _stack_gradient(dy, a_RH, rows, "left", None if into is None else into[1])
+    buffer = None if into is None else into[1]
+    if needs.w_down and results.waits("w_down"):
+        # A copy in the order of the rows is K times as large, and made again.
+        unweighted = rows._replace(weights=None)
+        results.make("w_down", _down_gradient, dy, a_RH, w_down, unweighted, buffer)
+    elif needs.w_down:
+        results.make("w_down", _stack_gradient, laid_dy, a_RH, laid, "left", buffer)
     if needs.weights:
-        made["weights"] = _weights_gradient(ds_PR, dy, b_down, rows)
+        results.make("weights", _weights_gradient, ds_PR, laid_dy, b_down, laid)
     return d_hidden
+
+
+def _down_gradient(
+    dy: Tensor, a_RH: Tensor, w_down: Tensor, rows: Rows, into: Tensor | None
+) -> Tensor | None:
+    laid_dy, laid = _lay_out(dy, w_down, rows)
+    return _stack_gradient(laid_dy, a_RH, laid, "left", into)
+
+
+def _up_gradient(
+    d_hidden: Tensor, x: Tensor, w_down: Tensor, rows: Rows, into: Tensor | None
+) -> Tensor | None:
+    laid_x, laid = _lay_out(x, w_down, rows)
+    return _stack_gradient(d_hidden, laid_x, laid, "right", into)
+
+
+def _zeros(gradient: Tensor) -> Tensor | None:
+    return gradient if gradient.numel() else None  # of no elements where it went into a buffer
 
 
 def _lay_out(x: Tensor, w_down: Tensor, rows: Rows) -> tuple[Tensor, Rows]:

@@ -14,14 +14,18 @@ They are torch operators (`torch.ops.olmo_experts_gemm`), opaque to `torch.compi
 Shapes: R rows, E experts, D inner width, F outer width.
 """
 
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import _torch_grouped_mm, _triton_product, reference
 from ._checks import check_offsets, check_rows, check_weights, refuse_forward_mode
+from ._deferral import Defer, Later, ask, check_defer
 from ._main_grad import check_apart, check_main_grad, refuse_second_order_main_grad
+from ._packing import refuse_compilation
 
 Impl = Literal["auto", "reference", "torch", "triton"]
 
@@ -34,6 +38,7 @@ def grouped_mm(
     offsets_E: Tensor,
     *,
     main_grad_EFD: Tensor | None = None,
+    defer: Defer | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Multiply the rows of each expert by its weights, `y = x @ w[e].T`.
@@ -50,6 +55,10 @@ def grouped_mm(
             `torch.autograd.grad` runs for another gradient. The buffer may change between forward
             and backward; under `torch.compile` torch raises if it does, unless it was passed as
             `buffer.data`.
+        defer: Asked in each call whether the gradient of `w_EFD`, if that is an `nn.Parameter`, may
+            be computed later than backward: see `Defer`. What makes it adds to `main_grad_EFD`, if
+            that is given, and holds `x_RD` and the gradient of the output until then. Such a call
+            is differentiable once. `None`: not asked.
         impl: `"reference"` loops over the experts in plain torch: any dtype and size; on a GPU it
             reads the offsets, so the host waits. `"torch"` is torch's `grouped_mm`: on CPU
             bfloat16, float16 and float32; on CUDA bfloat16 on compute capability 9.x or 10.x, with
@@ -65,14 +74,15 @@ def grouped_mm(
         `y_RF`, (R, F), of the dtype of `x_RD`. Rows past `offsets_E[-1]` are zero.
 
     Raises:
-        TypeError: A dtype is not one of those above.
+        TypeError: A dtype is not one of those above, or `defer` is no function.
         ValueError: Shapes or devices do not match, the offsets are not a running sum within R, the
             named `impl` cannot run here, or `main_grad_EFD` is not a plain contiguous buffer of the
             shape of `w_EFD` and apart from it (backward checks the buffer again). Offsets are
             checked on CPU tensors only, and not in a compiled call. On a GPU, where the check would
             wait for the device, offsets that decrease or pass R fail an assertion on the device by
             `"triton"`, which ends the process's use of the device.
-        NotImplementedError: A tensor carries a forward-mode tangent (not seen when compiled).
+        NotImplementedError: A tensor carries a forward-mode tangent (not seen when compiled), or
+            `defer` meets `torch.compile`.
         RuntimeError: In a backward with `create_graph=True`, when `main_grad_EFD` was given.
 
     Note:
@@ -86,6 +96,8 @@ def grouped_mm(
         `main_grad_EFD`. All implementations are deterministic. Saved for backward: `x_RD` and
         `w_EFD`.
     """
+    refuse_compilation(defer=defer)
+    check_defer(defer)
     check_rows("x_RD", x_RD)
     fits = w_EFD.ndim == 3 and w_EFD.shape[2] == x_RD.shape[1]
     check_weights("w_EFD", w_EFD, "x_RD", x_RD, f"(E, F, D={x_RD.shape[1]})", fits)
@@ -94,7 +106,7 @@ def grouped_mm(
     check_apart("main_grad_EFD", main_grad_EFD, {"w_EFD": w_EFD})
     refuse_forward_mode(x_RD, w_EFD)
     chosen = pick(impl, x_RD, x_RD.shape[0], *w_EFD.shape)
-    return multiply(x_RD, w_EFD, offsets_E, main_grad_EFD, chosen)
+    return multiply(x_RD, w_EFD, offsets_E, main_grad_EFD, chosen, defer)
 
 
 def check_impl(impl: str) -> None:
@@ -134,9 +146,17 @@ def pick(impl: Impl, x: Tensor, num_rows: int, num_experts: int, *widths: int) -
 
 
 def multiply(
-    x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor, main_grad_EFD: Tensor | None, impl: str
+    x_RD: Tensor,
+    w_EFD: Tensor,
+    offsets_E: Tensor,
+    main_grad_EFD: Tensor | None,
+    impl: str,
+    defer: Defer | None,
 ) -> Tensor:
     """`grouped_mm` without checks, of a chosen implementation."""
+    later = ask(defer, {"w_EFD": w_EFD})
+    if later is not None:
+        return _Waiting.apply(later.anchor, x_RD, offsets_E, main_grad_EFD, impl, later)
     if main_grad_EFD is None:
         return grouped_mm_op(x_RD, w_EFD, offsets_E, impl)
     return grouped_mm_main_grad_op(x_RD, w_EFD, offsets_E, main_grad_EFD, impl)
@@ -229,6 +249,43 @@ def _main_grad_backward(ctx: Any, dy_RF: Tensor) -> tuple[Tensor | None, ...]:
         check_main_grad("main_grad_EFD", ctx.main_grad_EFD, "w_EFD", w_EFD)
         add_grouped_outer_op(ctx.main_grad_EFD, dy_RF, x_RD, offsets_E, ctx.impl)
     return dx_RD, None, None, None, None
+
+
+class _Waiting(torch.autograd.Function):
+    """`grouped_mm` whose weight gradient is left for later; the weight is no input of its graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        x_RD: Tensor,
+        offsets_E: Tensor,
+        main_grad_EFD: Tensor | None,
+        impl: str,
+        later: Later,
+    ) -> Tensor:
+        w_EFD = later.weights["w_EFD"]
+        ctx.save_for_backward(x_RD, w_EFD, offsets_E)
+        ctx.main_grad_EFD, ctx.impl, ctx.later = main_grad_EFD, impl, later
+        return grouped_mm_op(x_RD, w_EFD, offsets_E, impl)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (once_differentiable)
+        ctx: Any, dy_RF: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x_RD, w_EFD, offsets_E = ctx.saved_tensors
+        needs_dx = ctx.needs_input_grad[1]
+        check_main_grad("main_grad_EFD", ctx.main_grad_EFD, "w_EFD", w_EFD)
+        dx_RD = grouped_mm_op(dy_RF, w_EFD.mT, offsets_E, ctx.impl) if needs_dx else None
+        rows = (dy_RF.detach(), x_RD.detach(), offsets_E, ctx.impl)  # detached: without the graph
+        if ctx.main_grad_EFD is None:
+            make = partial(grouped_outer_op, *rows)
+        else:
+            make = partial(add_grouped_outer_op, ctx.main_grad_EFD, *rows)
+        ctx.later.leave("w_EFD", make)
+        ctx.later.hand_over()
+        return None, dx_RD, None, None, None, None
 
 
 grouped_mm_op.register_autograd(_grouped_mm_backward, setup_context=_save)

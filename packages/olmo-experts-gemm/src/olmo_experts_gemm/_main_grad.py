@@ -3,6 +3,8 @@
 Forward checks a buffer and backward checks it again: in between it is the caller's to change.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ def check_main_grad(name: str, main_grad: Tensor | None, w_name: str, w: Tensor)
         raise ValueError(f"`{name}` must not require a gradient; pass a plain buffer.")
 
 
-def check_apart(name: str, main_grad: Tensor | None, others: dict[str, Tensor | None]) -> None:
+def check_apart(name: str, main_grad: Tensor | None, others: Mapping[str, Tensor | None]) -> None:
     """A buffer shares no memory with what is read beside it; disjoint parts of a storage may be.
 
     What a compiler traces has no addresses to compare: a compiled call is not checked.

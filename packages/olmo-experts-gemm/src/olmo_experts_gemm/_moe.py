@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._activation import Activation
 from ._checks import check_routes, check_rows, refuse_forward_mode
+from ._deferral import Defer, check_defer
 from ._expert_mlp import (
     GroupedMatmul,
     Stacks,
@@ -38,6 +39,7 @@ def moe_mlp(
     b_down_ED: Tensor | None = None,
     main_grads: tuple[Tensor, Tensor] | None = None,
     pack: SavedActivationPacker | None = None,
+    defer: Defer | None = None,
     impl: Impl = "auto",
     matmul: GroupedMatmul | None = None,
 ) -> Tensor:
@@ -58,6 +60,7 @@ def moe_mlp(
         main_grads: As for `swiglu_experts`.
         pack: As for `swiglu_experts`; what it is given is the tokens `x_TD` of `"triton"`, and the
             gathered rows of the other two, besides the pre-activations.
+        defer: As for `swiglu_experts`.
         impl: Which grouped product, as for `grouped_mm`; `"triton"` is the fused MLP, which gathers
             the tokens in its loads. It needs D and H that are multiples of 8, and T*K below 2^30.
         matmul: As for `swiglu_experts`.
@@ -66,13 +69,13 @@ def moe_mlp(
         `y_TD`, (T, D), of the dtype of `x_TD`. A token without routes gets zero.
 
     Raises:
-        TypeError: A dtype is not one of those above.
+        TypeError: A dtype is not one of those above, or `defer` is no function.
         ValueError: Shapes or devices do not match, `activation` is unknown, `impl` cannot run here,
-            `matmul` comes together with `impl`, `main_grads` or `pack`, or an id is out of range or
-            twice in a token. Ids are checked on CPU tensors only, and not in a compiled call. On a
-            GPU, where the check would wait for the device, an id of E or more fails an assertion on
-            the device by `"triton"`, which ends the process's use of the device; by the others it
-            is not seen, and ids below -1 or twice in a token are seen by none.
+            `matmul` comes together with `impl`, `main_grads`, `pack` or `defer`, or an id is out of
+            range or twice in a token. Ids are checked on CPU tensors only, and not in a compiled
+            call. On a GPU, where the check would wait for the device, an id of E or more fails an
+            assertion on the device by `"triton"`, which ends the process's use of the device; by
+            the others it is not seen, and ids below -1 or twice in a token are seen by none.
         NotImplementedError: As for `swiglu_experts`.
         RuntimeError: As for `swiglu_experts`.
 
@@ -87,9 +90,14 @@ def moe_mlp(
         more of maps and 4 of a weight that is not float32 a route, and 4 bytes an expert; by the
         others `2 (2 D + 4 H)` bytes a route (the gathered rows, the hidden layers, the experts'
         outputs), and int64 maps. The tokens are an input: `2 D` bytes each, unless they are packed.
+
+        Held from backward until deferred gradients are computed: by `"triton"` `6 H` bytes a route,
+        the maps, and of a token itself and the gradient of its output `4 D` bytes; by the others
+        `2 (2 D + 3 H)` bytes a route.
     """
-    refuse_compilation(pack)
-    check_one_product(impl, matmul, main_grads=main_grads, pack=pack)
+    refuse_compilation(pack, defer)
+    check_defer(defer)
+    check_one_product(impl, matmul, main_grads=main_grads, pack=pack, defer=defer)
     check_rows("x_TD", x_TD)
     stacks = Stacks.of(w_gate_up_E2HD, w_down_EDH, b_gate_up_E2H, b_down_ED, main_grads)
     E, D, H = check_stacks(stacks, activation, "x_TD", x_TD)
@@ -99,7 +107,7 @@ def moe_mlp(
     K = expert_ids_TK.shape[1]
     if chosen == "triton" and matmul is None:
         maps = sort_routes_op(expert_ids_TK, E)
-        return run_fused(x_TD, stacks, weights_TK, maps, K, activation, pack)
+        return run_fused(x_TD, stacks, weights_TK, maps, K, activation, pack, defer)
 
     order = sort_routes(expert_ids_TK, E)
     token_R, row_TK = order.route_R // K, order.row_N.view(-1, K)
@@ -107,6 +115,14 @@ def moe_mlp(
     # A route has one row, so its weight travels as a token of width 1 with a single slot.
     row_weights_R1 = gather_rows(weights_TK.reshape(-1, 1), order.route_R, order.row_N[:, None])
     y_RD = run_products(
-        rows_RD, stacks, row_weights_R1[:, 0], order.offsets_E, activation, pack, chosen, matmul
+        rows_RD,
+        stacks,
+        row_weights_R1[:, 0],
+        order.offsets_E,
+        activation,
+        pack,
+        defer,
+        chosen,
+        matmul,
     )
     return collect_rows(y_RD, token_R, row_TK)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ._checks import name_of
+from ._deferral import Defer
 
 
 class SavedActivationPacker(Protocol):
@@ -111,16 +112,21 @@ def place_of(tensor: Tensor) -> tuple[object, ...]:
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def refuse_compilation(packer: SavedActivationPacker | None) -> None:
-    """A compiler would trace into the hooks, or save what they were to pack."""
-    if packer is not None and torch.compiler.is_compiling():
-        _raise_while_compiling()
+def refuse_compilation(
+    pack: SavedActivationPacker | None = None, defer: Defer | None = None
+) -> None:
+    """A compiler would trace into these functions, or save what they were to change."""
+    if torch.compiler.is_compiling():
+        if pack is not None:
+            _raise_while_compiling("pack", "a packer")
+        if defer is not None:
+            _raise_while_compiling("defer", "a function")
 
 
-def _raise_while_compiling() -> None:
+def _raise_while_compiling(name: str, got: str) -> None:
     raise NotImplementedError(
-        "`pack` must stay None under `torch.compile`, got a packer while compiling; decorate what "
-        "calls the experts with `torch.compiler.disable`, or leave `pack` out."
+        f"`{name}` must stay None under `torch.compile`, got {got} while compiling; decorate what "
+        f"calls the experts with `torch.compiler.disable`, or leave `{name}` out."
     )
 
 

@@ -16,6 +16,7 @@ say which implementation runs, and `_quantize_kernels.py`, `_product_kernels.py`
 `_token_kernels.py` make operators of torch of the kernels in `_triton/`.
 """
 
+from ._deferral import Defer as Defer
 from ._dequantize_rows import dequantize_rows as dequantize_rows
 from ._expert_mlp import mx_swiglu_experts as mx_swiglu_experts
 from ._experts import MXExperts as MXExperts
@@ -39,6 +40,7 @@ from ._weight_cache import WeightCache as WeightCache
 from ._weighted_quantize import weighted_quantize as weighted_quantize
 
 __all__ = [
+    "Defer",
     "MXExperts",
     "MXLinear",
     "MXPacker",

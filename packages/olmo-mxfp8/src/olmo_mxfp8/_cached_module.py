@@ -4,6 +4,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from ._deferral import Defer
 from ._recipe import MXRecipe
 from ._weight_cache import WeightCache
 
@@ -19,6 +20,8 @@ class CachedModule(nn.Module):
     recipe: MXRecipe
     caches: dict[str, WeightCache] | None = None
     """By the names of the parameters; None when each call quantises."""
+    defer: Defer | None = None
+    """Asked in each forward whether the gradients of the weights may be computed later."""
     _cached_names: tuple[str, ...] = ()
 
     def _cache_weights(self, cached: bool, *names: str) -> None:
@@ -38,6 +41,10 @@ class CachedModule(nn.Module):
     def cache_of(self, name: str) -> WeightCache | None:
         """Return the cache of a parameter, or None when each call quantises it."""
         return None if self.caches is None else self.caches[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out `defer`, which may hold on to processes."""
+        return {name: value for name, value in vars(self).items() if name != "defer"}
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
         super()._apply(*args, **kwargs)

@@ -13,11 +13,13 @@ row's route,
 
 Backward keeps `q_D(x)` and `h`; `a` is made again from `h`. `dh` exists in MXFP8 alone, so `dW1`
 multiplies two dequantised copies, as OLMo-core 3 does for every weight. With `input_grad="high"`
-nothing that flows backward is quantised, `dh` neither.
+nothing that flows backward is quantised, `dh` neither. The gradient of a weight that waits is made
+of what stands there, `dy` and `a`, or `dh` and `q_D(x)`, which are held until then.
 
 Shapes: R rows, E experts, D model width, H hidden width.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import reference
+from ._deferral import Defer, Later, Work, ask, check_defer
 from ._formats import check_source
 from ._functional import (
     check_cache,
@@ -43,6 +46,8 @@ from ._tensor import MXTensor
 from ._uncompiled import uncompiled
 from ._weight_cache import WeightCache, check_is_cache, check_weight, quantize_weight
 
+_UP, _DOWN = "w_gate_up_E2HD", "w_down_EDH"
+
 
 @uncompiled(reason="the reference form reads `offsets_E` on the host")
 def mx_swiglu_experts(
@@ -54,6 +59,7 @@ def mx_swiglu_experts(
     row_weights_R: Tensor | None = None,
     recipe: MXRecipe = DEFAULT_RECIPE,
     caches: tuple[WeightCache, WeightCache] | None = None,
+    defer: Defer | None = None,
 ) -> Tensor:
     """Return `w (silu(gate) up) @ w_down[e].T` with `[gate, up] = x @ w_gate_up[e].T`, in MXFP8.
 
@@ -68,6 +74,9 @@ def mx_swiglu_experts(
         row_weights_R: One of the same dtypes, `(R,)`, what each row is multiplied by; None for 1.
         recipe: How operands are quantised; D and H must be multiples of its granularity.
         caches: Both weights already quantised, by the same recipe; None quantises them each call.
+        defer: Asked in each call whether the gradients of the weights, where they are
+            `nn.Parameter`, may be computed later than backward, with the same bits: see `Defer`.
+            None: not asked.
 
     Returns:
         The dtype of `x_RD`, `(R, D)`. Products are accumulated in float32.
@@ -82,10 +91,14 @@ def mx_swiglu_experts(
         Saved for backward, in bytes: `33/32 R D` for `x`, and for the hidden layer `2 R H` times
         the bytes of the dtype, or `33/16 R H` with the recipe's `saved="mxfp8"`. With that, the
         gradients are those of the rounded hidden layer.
+
+        Held until deferred gradients are computed, in bytes: `33/32 R (D + 3 H)`, with
+        `input_grad="high"` `33/32 R (D + H)` and `8 R H`, and the gradient of the output.
     """
+    check_defer(defer)
     check_recipe(recipe)
     _check_shapes(x_RD, w_gate_up_E2HD, w_down_EDH, row_weights_R)
-    weights = {"w_gate_up_E2HD": w_gate_up_E2HD, "w_down_EDH": w_down_EDH}
+    weights = {_UP: w_gate_up_E2HD, _DOWN: w_down_EDH}
     for name, w in weights.items():
         check_weight(name, w, recipe)
     if caches is not None:
@@ -94,10 +107,13 @@ def mx_swiglu_experts(
     # A block of the hidden layer must not span gate and up, which a multiple for H alone ensures.
     impl = pick_for(recipe, x_RD.device, x_RD.shape[0], E, D, width, width // 2)
     groups = read_groups(offsets_E, E, x_RD.shape[0], x_RD.device, impl)
-    settings = _Settings(groups.ends, recipe, impl, caches)
-    return _ExpertMLP.apply(
-        x_RD, w_gate_up_E2HD, w_down_EDH, row_weights_R, groups.offsets_E, settings
-    )
+    later = ask(defer, weights)
+    settings = _Settings(groups.ends, recipe, impl, caches, later)
+    w_up, w_down, anchor = w_gate_up_E2HD, w_down_EDH, None
+    if later is not None:
+        w_up, w_down = (None if later.has(name) else w for name, w in weights.items())
+        anchor = later.anchor
+    return _ExpertMLP.apply(x_RD, w_up, w_down, row_weights_R, groups.offsets_E, settings, anchor)
 
 
 def _check_shapes(
@@ -146,22 +162,39 @@ class _Settings(NamedTuple):
     recipe: MXRecipe
     impl: ProductImpl
     caches: tuple[WeightCache, WeightCache] | None
+    later: Later | None
+
+    def weight(self, name: str, given: Tensor | None) -> Tensor:
+        """Return a weight that was given as an input, or waits."""
+        if given is not None:
+            return given
+        assert self.later is not None, "a weight is an input or it waits"
+        return self.later.weights[name]
+
+    def make(self, name: str, work: Work) -> Tensor | None:
+        """Make the gradient of a weight, or leave it for later."""
+        if self.later is None or not self.later.has(name):
+            return work()
+        self.later.leave(name, work)
+        return None
 
 
 class _ExpertMLP(torch.autograd.Function):
-    """The equations of this module."""
+    """The equations of this module; weights that wait are no inputs of its graph."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x_RD: Tensor,
-        w_up: Tensor,
-        w_down: Tensor,
+        w_up: Tensor | None,
+        w_down: Tensor | None,
         weights_R: Tensor | None,
         offsets_E: Tensor,
         settings: _Settings,
+        anchor: Tensor | None,
     ) -> Tensor:
-        ends, recipe, impl, caches = settings
+        ends, recipe, impl, caches, _ = settings
+        w_up, w_down = settings.weight(_UP, w_up), settings.weight(_DOWN, w_down)
         groups, dtype = Groups(ends, offsets_E), x_RD.dtype
         rows = quantize_rows(x_RD, recipe.element, recipe)
         up = caches[0].forward_operand if caches else quantize_weight(w_up, recipe)
@@ -182,7 +215,8 @@ class _ExpertMLP(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (once_differentiable)
         ctx: Any, dy_RD: Tensor
     ) -> tuple[Tensor | None, ...]:
-        ends, recipe, impl, caches = ctx.settings
+        settings: _Settings = ctx.settings
+        ends, recipe, impl, caches, later = settings
         x_data, x_scales, hidden, hidden_scales, w_up, w_down, weights_R, offsets_E = (
             ctx.saved_tensors
         )
@@ -191,10 +225,14 @@ class _ExpertMLP(torch.autograd.Function):
             form = (1, recipe.element, recipe.granularity)
             hidden = dequantize(MXTensor(hidden, hidden_scales, *form), dtype)
         needs_x, needs_up, needs_down, needs_weights, *_ = ctx.needs_input_grad
+        if later is not None:
+            dy_RD = dy_RD.detach()  # what waits must not keep the graph alive
+            needs_up, needs_down = needs_up or later.has(_UP), needs_down or later.has(_DOWN)
         dx_RD = dw_up = dw_down = d_weights_R = None
         if needs_down:
             act = _activate(hidden, weights_R, recipe)
-            dw_down = weight_gradient(dy_RD, act, groups, recipe, impl, w_down.dtype)
+            of_down = (dy_RD, act, groups, recipe, impl, w_down.dtype)
+            dw_down = settings.make(_DOWN, partial(weight_gradient, *of_down))
         if needs_x or needs_up or needs_weights:
             quantised = caches and recipe.input_grad == "mxfp8"
             down = caches[1].input_grad_operand if quantised else None
@@ -205,10 +243,13 @@ class _ExpertMLP(torch.autograd.Function):
                 dx_RD = input_gradient(dh, w_up, up, groups, recipe, impl, dtype)
             if needs_up:
                 rows = MXTensor(x_data, x_scales, 1, recipe.element, recipe.granularity)
-                dw_up = weight_gradient(dh, rows, groups, recipe, impl, w_up.dtype)
+                of_up = (dh, rows, groups, recipe, impl, w_up.dtype)
+                dw_up = settings.make(_UP, partial(weight_gradient, *of_up))
+        if later is not None:
+            later.hand_over()
         if d_weights_R is not None:
             d_weights_R = d_weights_R.to(weights_R.dtype) if needs_weights else None
-        return dx_RD, dw_up, dw_down, d_weights_R, None, None
+        return dx_RD, dw_up, dw_down, d_weights_R, None, None, None
 
 
 def _activate(hidden_R2H: Tensor, weights_R: Tensor | None, recipe: MXRecipe) -> MXTensor:

@@ -30,6 +30,8 @@ class MXExperts(CachedModule):
     Attributes:
         w_gate_up_E2HD: Gate rows first, then up rows, (E, 2H, D).
         w_down_EDH: (E, D, H).
+        defer: As for `mx_swiglu_experts`, None at first; set it when there is something to ask,
+            such as `executor.defer` of a pipeline. Copies and pickles of the module have none.
 
     Raises:
         TypeError: `dtype` is another one, or `recipe` no `MXRecipe`.
@@ -93,6 +95,7 @@ class MXExperts(CachedModule):
             row_weights_R=row_weights_R,
             recipe=self.recipe,
             caches=None if up is None or down is None else (up, down),
+            defer=self.defer,
         )
 
     def extra_repr(self) -> str:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import reference
+from ._deferral import Defer, Later, ask, check_defer
 from ._expert_padding import pad_experts
 from ._formats import Element, check_source
 from ._groups import Groups, read_groups, whole
@@ -47,6 +48,7 @@ def mx_linear(
     *,
     recipe: MXRecipe = DEFAULT_RECIPE,
     cache: WeightCache | None = None,
+    defer: Defer | None = None,
 ) -> Tensor:
     """Return `x @ w.T` with MXFP8 operands, differentiable in both.
 
@@ -55,6 +57,8 @@ def mx_linear(
         w: One of the same dtypes, not necessarily that of `x`, `(F, D)`, as in `nn.Linear`.
         recipe: How both are quantised; D and F must be multiples of its granularity.
         cache: `w` already quantised, by the same recipe; None quantises it in each call.
+        defer: Asked in each call whether the gradient of `w`, if that is an `nn.Parameter`, may be
+            computed later than backward, with the same bits: see `Defer`. None: not asked.
 
     Returns:
         The dtype of `x`, `(.., F)`, accumulated in float32, under autocast too. Gradients are
@@ -68,8 +72,17 @@ def mx_linear(
 
     Note:
         Saved for backward: `w`, and the codes and scales of `x` that were multiplied, 33/32 bytes a
-        value, whatever the recipe's `saved`.
+        value, whatever the recipe's `saved`. The latter, and the gradient of the output, are held
+        until a deferred gradient is computed. With `defer`, `torch.compile` breaks its graph here.
     """
+    if defer is not None:
+        return _asking_linear(x, w, recipe, cache, defer)
+    return _linear(x, w, recipe, cache, None)
+
+
+def _linear(
+    x: Tensor, w: Tensor, recipe: MXRecipe, cache: WeightCache | None, defer: Defer | None
+) -> Tensor:
     _check_sources("x", x, "w", w, recipe)
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[1]:
         raise ValueError(
@@ -81,10 +94,22 @@ def mx_linear(
     R = rows_RD.shape[0]
     impl = pick_for(recipe, x.device, R, 1, *w.shape)
     groups = whole(R, x.device, impl)
-    y_RF = _Product.apply(
-        rows_RD, w.unsqueeze(0), groups.offsets_E, groups.ends, recipe, impl, cache
-    )
+    later = ask(defer, {"w": w})
+    if later is not None:
+        y_RF = _product_that_waits(later, rows_RD, groups, recipe, impl, cache)
+    else:
+        y_RF = _Product.apply(
+            rows_RD, w.unsqueeze(0), groups.offsets_E, groups.ends, recipe, impl, cache
+        )
     return y_RF.view(*x.shape[:-1], w.shape[0])
+
+
+@uncompiled(reason="`defer` may be any function")
+def _asking_linear(
+    x: Tensor, w: Tensor, recipe: MXRecipe, cache: WeightCache | None, defer: Defer
+) -> Tensor:
+    check_defer(defer)
+    return _linear(x, w, recipe, cache, defer)
 
 
 @uncompiled(reason="the reference form reads `offsets_E` on the host")
@@ -95,6 +120,7 @@ def mx_grouped_mm(
     *,
     recipe: MXRecipe = DEFAULT_RECIPE,
     cache: WeightCache | None = None,
+    defer: Defer | None = None,
 ) -> Tensor:
     """Return `x @ w[e].T` for the rows of each expert `e`, with MXFP8 operands.
 
@@ -109,6 +135,7 @@ def mx_grouped_mm(
         offsets_E: int32, `(E,)`, the inclusive ends of each expert's rows, ascending, at most R.
         recipe: How both are quantised; D and F must be multiples of its granularity.
         cache: `w_EFD` already quantised, by the same recipe; None quantises it in each call.
+        defer: As for `mx_linear`.
 
     Returns:
         The dtype of `x_RD`, `(R, F)`, accumulated in float32, under autocast too. Gradients are
@@ -122,11 +149,13 @@ def mx_grouped_mm(
 
     Note:
         Saved for backward: `w_EFD`, `offsets_E`, and the codes and scales of `x_RD` that were
-        multiplied, 33/32 bytes a value, whatever the recipe's `saved`.
+        multiplied, 33/32 bytes a value, whatever the recipe's `saved`. The codes, the scales and
+        the gradient of the output are held until a deferred gradient is computed.
 
         The reference form reads `offsets_E` on the host; the kernels do not. `torch.compile` breaks
         its graph here.
     """
+    check_defer(defer)
     _check_sources("x_RD", x_RD, "w_EFD", w_EFD, recipe)
     if x_RD.ndim != 2 or w_EFD.ndim != 3 or x_RD.shape[1] != w_EFD.shape[2]:
         raise ValueError(
@@ -137,6 +166,9 @@ def mx_grouped_mm(
     check_cache(cache, "w_EFD", w_EFD, recipe)
     impl = pick_for(recipe, x_RD.device, x_RD.shape[0], *w_EFD.shape)
     groups = read_groups(offsets_E, w_EFD.shape[0], x_RD.shape[0], x_RD.device, impl)
+    later = ask(defer, {"w": w_EFD})
+    if later is not None:
+        return _product_that_waits(later, x_RD, groups, recipe, impl, cache)
     return _Product.apply(x_RD, w_EFD, groups.offsets_E, groups.ends, recipe, impl, cache)
 
 
@@ -273,14 +305,57 @@ class _Product(torch.autograd.Function):
         recipe, impl, groups = ctx.recipe, ctx.impl, Groups(ctx.ends, offsets_E)
         dx_RD = dw_EFD = None
         if ctx.needs_input_grad[0]:
-            quantised = None
-            if ctx.cache is not None and recipe.input_grad == "mxfp8":
-                quantised = _stack(ctx.cache.input_grad_operand)
-            dx_RD = input_gradient(dy_RF, w_EFD, quantised, groups, recipe, impl, ctx.x_dtype)
+            dx_RD = _rows_gradient(ctx, dy_RF, w_EFD, groups)
         if ctx.needs_input_grad[1]:
             rows = MXTensor(data, scales, 1, recipe.element, recipe.granularity)
             dw_EFD = weight_gradient(dy_RF, rows, groups, recipe, impl, w_EFD.dtype)
         return dx_RD, dw_EFD, None, None, None, None, None
+
+
+class _WaitingProduct(torch.autograd.Function):
+    """The same, with the weight gradient left for later; the weight is no input of its graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x_RD: Tensor, later: Later, *others: Any) -> Tensor:
+        w = later.weights["w"]
+        ctx.later = later
+        return _Product.forward(ctx, x_RD, w if w.ndim == 3 else w.unsqueeze(0), *others)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (once_differentiable)
+        ctx: Any, dy_RF: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        data, scales, w_EFD, offsets_E = ctx.saved_tensors
+        recipe, impl, groups = ctx.recipe, ctx.impl, Groups(ctx.ends, offsets_E)
+        dx_RD = None
+        if ctx.needs_input_grad[1]:
+            dx_RD = _rows_gradient(ctx, dy_RF, w_EFD, groups)
+        rows = MXTensor(data, scales, 1, recipe.element, recipe.granularity)
+        arguments = (dy_RF.detach(), rows, groups, recipe, impl, w_EFD.dtype)
+        shape = ctx.later.weights["w"].shape
+        ctx.later.leave("w", lambda: weight_gradient(*arguments).view(shape))
+        ctx.later.hand_over()
+        return None, dx_RD, None, None, None, None, None, None
+
+
+def _product_that_waits(
+    later: Later,
+    x_RD: Tensor,
+    groups: Groups,
+    recipe: MXRecipe,
+    impl: ProductImpl,
+    cache: WeightCache | None,
+) -> Tensor:
+    others = (groups.offsets_E, groups.ends, recipe, impl, cache)
+    return _WaitingProduct.apply(later.anchor, x_RD, later, *others)
+
+
+def _rows_gradient(ctx: Any, dy_RF: Tensor, w_EFD: Tensor, groups: Groups) -> Tensor:
+    quantised = None
+    if ctx.cache is not None and ctx.recipe.input_grad == "mxfp8":
+        quantised = _stack(ctx.cache.input_grad_operand)
+    return input_gradient(dy_RF, w_EFD, quantised, groups, ctx.recipe, ctx.impl, ctx.x_dtype)
 
 
 def _stack(weights: MXTensor | Tensor) -> MXTensor | Tensor:

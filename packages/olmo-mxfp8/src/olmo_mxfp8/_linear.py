@@ -31,6 +31,10 @@ class MXLinear(CachedModule, nn.Linear):
         device: Of the parameters.
         dtype: Of the parameters: float32, bfloat16 or float16.
 
+    Attributes:
+        defer: As for `mx_linear`, None at first; set it when there is something to ask, such as
+            `executor.defer` of a pipeline. Copies and pickles of the layer have none.
+
     Raises:
         TypeError: `dtype` is another one, or `recipe` no `MXRecipe`.
         ValueError: A width is not a multiple of the granularity.
@@ -79,7 +83,7 @@ class MXLinear(CachedModule, nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return `input @ weight.T + bias`, `(.., F)`, in the dtype of `input`, `(.., D)`."""
         cache = self.cache_of("weight")
-        y = mx_linear(input, self.weight, recipe=self.recipe, cache=cache)
+        y = mx_linear(input, self.weight, recipe=self.recipe, cache=cache, defer=self.defer)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:

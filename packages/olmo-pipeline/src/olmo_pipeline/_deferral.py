@@ -10,20 +10,28 @@ and leaves the weight gradients, with what they need, on a tape. Everything else
 
 and no weight is counted in both, however often and wherever it is used.
 
+A layer with an autograd function of its own (quantised or fused experts) leaves its weight
+gradients on the same tape, if it asks in its forward (`Splitter.defer`).
+
 The graph has no edge to a deferred weight, so its hooks see nothing at I and one gradient at W.
+(A backward that returns None for a weight would not do: torch runs the hooks of that, too.)
 
 Some weights stay whole, because a second half cannot be told apart: one that is not itself an
 `nn.Parameter` (a cast, a transpose, a view of one), and those of calls inside a compiled graph, an
-autograd function, a `torch.func` transform or a composite function of torch
+autograd function that does not ask, a `torch.func` transform or a composite function of torch
 (`multi_head_attention_forward`), or on tensor subclasses. Their gradients are computed at I, which
 is always right and only less even; a warning names them (`_whole_weights`).
 
 Recompute works because autograd carries the mode into its threads: a recompute in a backward under
-the same mode calls the same functions, so it saves the same tensors.
+the same mode calls the same functions, so it saves the same tensors. Layers that ask are told the
+same both times.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,10 +46,12 @@ from ._whole_weights import names_of, whole_weights
 _BACKWARDS = (torch.autograd.backward, Tensor.backward)
 
 
+Compute = Callable[[], Sequence[Tensor | None]]
+
+
 class _Pending(NamedTuple):
-    rule: SplitRule
-    gradient: Tensor
-    arguments: tuple[Any, ...]
+    weights: tuple[nn.Parameter, ...]
+    compute: Compute
 
 
 class Tape:
@@ -57,9 +67,14 @@ class Tape:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def defer(self, rule: SplitRule, gradient: Tensor, arguments: tuple[Any, ...]) -> None:
-        """Keep what the weight gradients of one call need."""
-        self._pending.append(_Pending(rule, gradient, arguments))
+    def defer(self, weights: tuple[nn.Parameter, ...], compute: Compute) -> None:
+        """Keep a function that returns a gradient, or None, for each of the weights."""
+        if not self.is_open:
+            raise RuntimeError(
+                "a backward inside the forward of a stage reached a linear operation whose weight "
+                "gradient is deferred; take a schedule without split backward for such a stage."
+            )
+        self._pending.append(_Pending(weights, compute))
 
     def compute(self) -> None:
         """Add all weight gradients to `.grad`, in the order in which a whole backward would.
@@ -67,20 +82,30 @@ class Tape:
         A weight that was used several times is added once, by autograd's own accumulation: hooks
         see one sum, as in a whole backward.
         """
-        uses: dict[nn.Parameter, int] = {}
-        for pending in self._pending:
-            for weight in parameters_in(pending.arguments):
-                uses[weight] = uses.get(weight, 0) + 1
+        uses = Counter(weight for pending in self._pending for weight in pending.weights)
         sums: dict[nn.Parameter, Tensor] = {}
         pending_calls, self._pending = self._pending[::-1], []
         while pending_calls:
-            rule, gradient, arguments = pending_calls.pop()  # frees its tensors one by one
-            for weight, made in _weight_gradients(rule, gradient, arguments):
-                sums[weight] = sums[weight] + made if weight in sums else made
-            for weight in parameters_in(arguments):
+            weights, compute = pending_calls.pop()
+            for weight, made in zip(weights, _computed(weights, compute), strict=True):
+                if made is not None:
+                    sums[weight] = sums[weight] + made if weight in sums else made
+            del compute  # frees its tensors one call after another
+            for weight in weights:
                 uses[weight] -= 1
                 if not uses[weight] and weight in sums:
                     torch.autograd.backward([weight], [sums.pop(weight)])
+
+
+def _computed(weights: tuple[nn.Parameter, ...], compute: Compute) -> Sequence[Tensor | None]:
+    with torch.no_grad():
+        made = compute()
+    if not isinstance(made, Sequence) or len(made) != len(weights):
+        raise ValueError(
+            f"what computes deferred gradients must return one a weight, {len(weights)}, got "
+            f"{len(made) if isinstance(made, Sequence) else type(made).__name__}."
+        )
+    return made
 
 
 class Deferring(TorchFunctionMode):
@@ -154,16 +179,15 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not ctx.tape.is_open:
-            raise RuntimeError(
-                "a backward inside the forward of a stage reached a linear operation whose weight "
-                "gradient is deferred; take a schedule without split backward for such a stage."
-            )
         arguments = list(ctx.kept)
         for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
             if arguments[place] is None:
                 arguments[place] = tensor.detach()  # a tape must not keep the graph alive
-        ctx.tape.defer(ctx.rule, gradient, tuple(arguments))
+        places = [i for i, value in enumerate(arguments) if i and _is_weight(value)]
+        ctx.tape.defer(
+            tuple(arguments[place] for place in places),
+            partial(_weight_gradients, ctx.rule, gradient, tuple(arguments), places),
+        )
         needs_x = ctx.needs_input_grad[1]
         of_x = ctx.rule.input_gradient(gradient, *arguments) if needs_x else None
         return None, of_x, None, None, None, None
@@ -192,6 +216,7 @@ class Splitter:
             for action in row
             if action.kind == "input_gradient"
         }
+        self._tape: Tape | None = None  # of the split backward whose forward or I runs
         self._seen: set[int] = set()  # stages whose graph was looked at
         self._said: set[int] = set()  # stages that were warned of
 
@@ -199,9 +224,21 @@ class Splitter:
         """Return a tape for the forward of a backward that will be split, else None."""
         return Tape() if (action.stage, action.microbatch) in self._split else None
 
-    def deferring(self, tape: Tape) -> Deferring:
-        """Return the context in which the stage's forward must run."""
-        return Deferring(self._rules, tape)
+    @contextmanager
+    def deferring(
+        self, tape: Tape, watch: Callable[[Sequence[Tensor]], None] | None = None
+    ) -> Iterator[None]:
+        """Put the stage's forward, and one that its backward runs again, under a tape."""
+        self._tape = tape
+        try:
+            with Deferring(self._rules, tape, watch):
+                yield
+        finally:
+            self._tape = None
+
+    def defer(self, weights: tuple[nn.Parameter, ...]) -> Callable[[Compute], None] | None:
+        """Return what takes in the gradients of a call's weights, or None where nothing waits."""
+        return None if self._tape is None else partial(self._tape.defer, weights)
 
     def backward(
         self, tape: Tape, action: Action, tensors: Sequence[Tensor], seeds: Sequence[Tensor]
@@ -211,27 +248,29 @@ class Splitter:
         Warns, once a stage, if nothing was left, or if some weights did not wait.
         """
         whole: list[nn.Parameter] = []
-        watch = None
-        if action.stage not in self._seen:
+
+        def look(roots: Sequence[Tensor]) -> None:
+            whole.extend(whole_weights(roots))
+
+        watch = None if action.stage in self._seen else look
+        if watch is not None:
             self._seen.add(action.stage)
-
-            def watch(roots: Sequence[Tensor]) -> None:
-                whole.extend(whole_weights(roots))
-
             watch(tensors)
         tape.is_open = True
-        with Deferring(self._rules, tape, watch):  # for a stage that recomputes
-            # Not torch.autograd.backward: it is a torch function itself, and would end the mode.
-            _engine_run_backward(
-                tuple(tensors),
-                tuple(seeds),
-                False,  # retain_graph
-                False,  # create_graph
-                (),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
-        tape.is_open = False
+        try:
+            with self.deferring(tape, watch):  # for a stage that recomputes
+                # Not torch.autograd.backward: as a torch function itself it would end the mode.
+                _engine_run_backward(
+                    tuple(tensors),
+                    tuple(seeds),
+                    False,  # retain_graph
+                    False,  # create_graph
+                    (),
+                    allow_unreachable=True,
+                    accumulate_grad=True,
+                )
+        finally:
+            tape.is_open = False
         whole = [weight for weight in whole if weight not in tape.meant_whole]
         if (whole or not tape) and action.stage not in self._said:
             self._said.add(action.stage)
@@ -243,8 +282,9 @@ class Splitter:
                 f"the backward of stage {action.stage} could not be split: it calls no linear "
                 f"operation with an `nn.Parameter` as its weight (or calls them in a compiled "
                 f"graph), so all its gradients are computed at {action.kind} and its weight "
-                f"gradient actions do nothing; pass `split_rules` for operations of your own, or "
-                f"take a schedule without split backward.",
+                f"gradient actions do nothing; pass `split_rules` for operations of your own, hand "
+                f"`executor.defer` to layers that take it, or take a schedule without split "
+                f"backward.",
                 stacklevel=3,
             )
             return
@@ -253,14 +293,18 @@ class Splitter:
             f"the backward of stage {action.stage} is split in part only: gradients of {names} "
             f"are computed at {action.kind}, as no rule splits what uses them (or it runs in a "
             f"compiled graph or inside a function of torch); pass `split_rules` for operations of "
-            f"your own.",
+            f"your own, or hand `executor.defer` to layers that take it.",
             stacklevel=3,
         )
 
 
 def parameters_in(arguments: tuple[Any, ...]) -> list[nn.Parameter]:
     """Return the weights among the arguments after the input."""
-    return [a for a in arguments[1:] if isinstance(a, nn.Parameter) and a.requires_grad]
+    return [value for value in arguments[1:] if _is_weight(value)]
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) and value.requires_grad
 
 
 def _can_wait(rule: SplitRule, arguments: tuple[Any, ...]) -> bool:
@@ -279,12 +323,7 @@ def _can_wait(rule: SplitRule, arguments: tuple[Any, ...]) -> bool:
 
 
 def _weight_gradients(
-    rule: SplitRule, gradient: Tensor, arguments: tuple[Any, ...]
-) -> list[tuple[nn.Parameter, Tensor]]:
-    with torch.no_grad():
-        made = rule.weight_gradients(gradient, *arguments)
-    return [
-        (weight, of_weight)
-        for weight, of_weight in zip(arguments[1:], made, strict=False)
-        if of_weight is not None and isinstance(weight, nn.Parameter) and weight.requires_grad
-    ]
+    rule: SplitRule, gradient: Tensor, arguments: tuple[Any, ...], places: Sequence[int]
+) -> list[Tensor | None]:
+    made = rule.weight_gradients(gradient, *arguments)
+    return [made[place - 1] if place <= len(made) else None for place in places]

@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ._agreement import refusing_together
 from ._announcement import Announcement
 from ._channels import Channel, open_channels
-from ._deferral import Splitter
+from ._deferral import Compute, Splitter
 from ._exchange import Exchange
 from ._leases import LeaseBook
 from ._leases import LeaseHooks as LeaseHooks
@@ -63,7 +64,7 @@ class PipelineExecutor:
         split_rules: Where the schedule splits backwards: how those of operations besides torch's
             linear ones split, by the torch function or operator that the stage calls (such as
             `torch.ops.my_library.grouped_mm.default`); None for one that stays whole on purpose and
-            needs no warning.
+            needs no warning. Layers with a backward of their own ask `defer` instead.
         leases: Told when activations come to life and die, for stages that write into buffers of
             their own.
 
@@ -181,6 +182,39 @@ class PipelineExecutor:
                 rows = forward_rows(self._schedule.rank_of_stage, num_ranks, indices)
                 self._perform(work, rows, microbatches, activation_shape, training=False)
         return work.result()
+
+    def defer(self, weights: tuple[nn.Parameter, ...]) -> Callable[[Compute], None] | None:
+        """Say whether the weight gradients of a layer's call may wait for a `W`, and take them in.
+
+        For layers whose backward is their own (quantised, fused): pass them `executor.defer`, also
+        before the first `run`. A layer asks in its forward, once a call, whose answer holds for the
+        backward of that call:
+
+            later = executor.defer((weight,))
+
+        None: as always; the weights are inputs of the layer's autograd function, and its backward
+        returns their gradients. Else the function gets `weight.detach()`, so that no hook of the
+        weight runs before its gradient is there, and its backward calls `later(compute)`, once.
+        `compute()` runs at the weight gradient action, without autograd, and returns one gradient a
+        weight, or None for one that was added elsewhere; what it holds on to is freed then. Several
+        uses of a weight, by layers that ask and by torch's own operations, are summed before they
+        are added to `.grad`.
+
+        Args:
+            weights: The parameters that require gradients, themselves and not views or casts.
+
+        Returns:
+            None in an evaluation, outside of `run`, and where the schedule leaves this backward
+            whole; else a function that takes `compute`. It holds for a forward that is run again in
+            the backward, too. It raises `RuntimeError` in a backward that the stage itself runs
+            inside its forward.
+
+        Raises:
+            TypeError: `weights` is no tuple of parameters.
+        """
+        if not isinstance(weights, tuple) or not all(isinstance(w, nn.Parameter) for w in weights):
+            raise TypeError("`weights` must be a tuple of `nn.Parameter`, as `(layer.weight,)` is.")
+        return self._splitter.defer(weights)
 
     def close(self) -> None:
         """End the communicators after what is under way; a later `run` or `evaluate` raises."""
