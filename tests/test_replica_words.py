@@ -43,6 +43,7 @@ IN_FORWARD = ("optimizer.replicas.gather=in_forward",)
 SCATTER = ("optimizer.replicas.collective=reduce_scatter",)
 ALL = (*IN_BACKWARD, *IN_FORWARD, *SCATTER)
 PIPELINE = ("layout.pipeline=2", "batch.accumulation=4")
+MXFP8 = ("precision.mxfp8=experts,shared,attention", "model.attention.num_kv_heads=4")
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +84,9 @@ def _checkpoints(run: Path) -> dict[str, bytes]:
         (2, ("optimizer.kind=muon", "guard.kind=skip"), ((*IN_BACKWARD, *IN_FORWARD),)),
         (4, ("layout.schedule.kind=interleaved", "layout.expert=2", *PIPELINE), (ALL,)),
         (4, ("layout.schedule.kind=zero_bubble_v", *PIPELINE), (ALL,)),
+        (4, ("layout.schedule.kind=zero_bubble_h1", *PIPELINE, *MXFP8), (ALL,)),
     ],
-    ids=["data", "experts", "muon", "chunks", "split backward"],
+    ids=["data", "experts", "muon", "chunks", "split backward", "split backward of MXFP8"],
 )
 def test_no_bit_changes(program, texts, tmp_path, world, settings, choices):
     def run(name: str, choice: tuple[str, ...]) -> Path:
