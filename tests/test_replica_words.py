@@ -43,7 +43,7 @@ IN_FORWARD = ("optimizer.replicas.gather=in_forward",)
 SCATTER = ("optimizer.replicas.collective=reduce_scatter",)
 ALL = (*IN_BACKWARD, *IN_FORWARD, *SCATTER)
 PIPELINE = ("layout.pipeline=2", "batch.accumulation=4")
-MXFP8 = ("precision.mxfp8=experts,shared,attention", "model.attention.num_kv_heads=4")
+MXFP8 = ("precision.mxfp8=experts,shared,attention", "model.attention.num_kv_heads=2")
 
 
 @pytest.fixture(scope="module")

@@ -134,6 +134,7 @@ def _choices() -> tuple[Choice, ...]:
     for layer in ("experts", "shared", "attention"):
         made.append(Choice(f"mxfp8 {layer}", (f"precision.mxfp8={layer}",), bound=0.3))
     made.append(Choice("mxfp8 everywhere", (MXFP8,), EXPERTS, against=(MXFP8,)))
+    made.append(Choice("mxfp8, split backward", (MXFP8, halves), STAGES, against=(MXFP8,)))
     # An epsilon near the gradients: a first step of Adam is else all signs, those of noise too.
     for name, settings in (
         ("adamw", ("optimizer.kind=adamw", "optimizer.epsilon=1e-3")),
