@@ -218,7 +218,7 @@ def _place() -> tuple[str, str]:
     for frame in reversed(traceback.extract_stack()):
         passes_on = frame.filename.startswith(_TORCH) or frame.filename == __file__
         # Where a backward is split, its mode stands between every call and torch.
-        passes_on |= frame.filename.endswith("olmo_pipeline/_deferral.py")
+        passes_on |= frame.filename.endswith("olmo_pipeline/_split_backward.py")
         if not passes_on and not frame.name.startswith("<"):
             return "/".join(Path(frame.filename).parts[-2:]), frame.name
     raise AssertionError("something outside of torch has called it")

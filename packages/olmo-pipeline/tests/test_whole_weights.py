@@ -35,6 +35,14 @@ class PythonLinear(nn.Linear):
         return _Product.apply(x, self.weight)
 
 
+class PartLinear(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, 2 * WIDTH, bias=False, dtype=F64)
+
+    def forward(self, x):
+        return x @ self.weight[WIDTH:].T
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -88,6 +96,7 @@ IN_PART = {
     "a linear operation in Python": (_python, "1.weight"),
     "attention of torch": (Attention, INNER),
     "a compiled layer": (_compiled, "1._orig_mod.weight"),
+    "a part of a weight": (PartLinear, "1.weight"),
     "convolution": (lambda: nn.Conv1d(2, 2, 1, dtype=F64), "1.weight"),
     "recomputed": (lambda: Recomputed(_python(), reentrant=False), "1.body.weight"),
     "recomputed, reentrant": (lambda: Recomputed(_python(), reentrant=True), "1.body.weight"),
@@ -117,6 +126,21 @@ class Positions(nn.Module):
         return (x + added) * factor + F.embedding(rows, looked_up) + indexed[rows]
 
 
+class Parts(nn.Module):
+    """Tables that are added or scaled by in part, and one of a norm over two dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ParameterList(torch.randn(3, WIDTH, dtype=F64) for _ in range(6))
+        self.norm = nn.LayerNorm((2, WIDTH), dtype=F64)
+
+    def forward(self, x):
+        cut, row, whole, cast, divisor, gathered = self.tables
+        y = x + cut[:2] - row[0].expand(2, -1) + whole[None][0, 1:] * cast.float().double()[:2]
+        rows = torch.zeros(2, WIDTH, dtype=torch.int64)
+        return self.norm(y / divisor[1:]) + gathered.gather(0, rows)
+
+
 def _frozen():
     return _python().requires_grad_(False)
 
@@ -125,6 +149,7 @@ ALL_SPLIT = {
     "linear layers": _linear,
     "norms": lambda: nn.LayerNorm(WIDTH, dtype=F64),
     "no products": Positions,
+    "no products of parts": Parts,
     "a frozen weight": _frozen,
     "recomputed": lambda: Recomputed(_linear(), reentrant=False),
     "recomputed, reentrant": lambda: Recomputed(_linear(), reentrant=True),
@@ -158,6 +183,9 @@ def test_a_rule_of_the_caller_or_none_on_purpose_ends_the_warning():
     # On purpose: only what that operation multiplies goes unnamed.
     assert _said(stage, split_rules={operator: None}) == []
     assert len(_said(stage, split_rules={torch.bmm: None})) == 1
+    # Also where it is all there is.
+    alone = Stage(_linear())
+    assert _said(alone, split_rules={F.linear: None}) == []
 
 
 class Holder:

@@ -22,7 +22,7 @@ from ._search import search as search
 from ._simulate import Span as Span
 from ._simulate import Timeline as Timeline
 from ._simulate import simulate as simulate
-from ._split import split_layers as split_layers
+from ._split_layers import split_layers as split_layers
 from ._v_shape import v_shape as v_shape
 from ._validate import validate as validate
 from ._zero_bubble import zero_bubble as zero_bubble

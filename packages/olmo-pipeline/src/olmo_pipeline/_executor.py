@@ -27,17 +27,17 @@ from torch import nn
 from ._agreement import refusing_together
 from ._announcement import Announcement
 from ._channels import Channel, open_channels
-from ._deferral import Compute, Splitter
 from ._exchange import Exchange
 from ._leases import LeaseBook
 from ._leases import LeaseHooks as LeaseHooks
 from ._message_plan import Rows, forward_rows, list_channels
 from ._perform import Pass
 from ._perform import PipelineResult as PipelineResult
-from ._perform import StageFunction as StageFunction
 from ._ranks import rank_in
 from ._schedule import Schedule
+from ._split_backward import Compute, Splitter
 from ._split_rules import SplitRule as SplitRule
+from ._stage_result import StageFunction as StageFunction
 from ._validate import validate
 
 Shape = Sequence[int] | Callable[[Any], Sequence[int]]
@@ -73,6 +73,7 @@ class PipelineExecutor:
             this rank, the group has another size than the schedule, `device` is neither CPU nor
             CUDA, `dtype` is not a floating type, or ranks bring different schedules. What one rank
             refuses is refused by all.
+        TypeError: If an argument is of another kind.
         RuntimeError: If several ranks are asked for and torch.distributed is not initialised.
 
     Note:
@@ -98,7 +99,8 @@ class PipelineExecutor:
         split_rules: Mapping[Callable[..., Any], SplitRule | None] | None = None,
         leases: LeaseHooks | None = None,
     ) -> None:
-        with refusing_together(group, alone=schedule.num_ranks == 1):
+        with refusing_together(group, alone=getattr(schedule, "num_ranks", 0) == 1):
+            _check_kinds(schedule, stages, dtype, timeout, split_rules)
             validate(schedule)
             self._schedule = schedule
             self._device = torch.device(device)
@@ -303,6 +305,28 @@ class PipelineExecutor:
         for channel in self._channels.values():
             channel.abort()
         self._channels = {}
+
+
+def _check_kinds(
+    schedule: object, stages: object, dtype: object, timeout: object, split_rules: object
+) -> None:
+    given = {
+        "schedule": (schedule, Schedule),
+        "stages": (stages, Mapping),
+        "dtype": (dtype, torch.dtype),
+        "timeout": (timeout, timedelta),
+        "split_rules": (split_rules, Mapping | None),
+    }
+    for name, (value, kind) in given.items():
+        if not isinstance(value, kind):
+            wanted = getattr(kind, "__name__", str(kind))
+            raise TypeError(f"`{name}` must be a {wanted}, got {value!r}.")
+    for op, rule in split_rules.items() if isinstance(split_rules, Mapping) else ():
+        if not callable(op) or not isinstance(rule, SplitRule | None):
+            raise TypeError(
+                "`split_rules` must give a `SplitRule` or None for the function or operator that a "
+                f"stage calls, got {rule!r} for {op!r}."
+            )
 
 
 def _shape(activation_shape: Shape, microbatch: Any) -> tuple[int, ...]:

@@ -8,15 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._deferral import Splitter, Tape
 from ._exchange import Exchange
 from ._leases import LeaseBook
 from ._schedule import Action, Schedule
-
-StageResult = (
-    tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Mapping[str, Tensor] | None]
-)
-StageFunction = Callable[[Tensor | None, Any], StageResult]
+from ._split_backward import Splitter, Tape
+from ._stage_result import StageFunction, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +121,7 @@ class Pass:
         tape = self._splitter.tape_for(action) if self._training else None
         with nullcontext() if tape is None else self._splitter.deferring(tape):
             returned = self._stages[action.stage](hidden, microbatch)
-        output, auxiliary, metrics = _unpack(action.stage, returned)
+        output, auxiliary, metrics = unpack(action.stage, returned)
         is_last = action.stage == self._last
         self._check(action, output, auxiliary)
         key = (action.stage, action.microbatch)
@@ -187,49 +183,3 @@ class Pass:
                 f"the output of stage {stage} must depend on its input and carry gradients, got a "
                 f"tensor without; was it detached?"
             )
-
-
-def _unpack(stage: int, returned: Any) -> tuple[Tensor, Tensor | None, dict[str, Tensor] | None]:
-    """Check what a stage returned: a tensor of two rows could be taken apart like a pair."""
-    is_result = isinstance(returned, tuple | list) and len(returned) in (2, 3)
-    if not is_result or not isinstance(returned[0], Tensor):
-        raise ValueError(
-            f"stage {stage} must return (output, auxiliary loss or None) with a tensor as its "
-            f"output, and a dict of metrics as a third if it has any, got {_describe(returned)}."
-        )
-    output, auxiliary, *rest = returned
-    if auxiliary is not None and not isinstance(auxiliary, Tensor):
-        raise ValueError(
-            f"the auxiliary loss of stage {stage} must be a scalar tensor or None, got "
-            f"{_describe(auxiliary)}."
-        )
-    metrics = rest[0] if rest else None
-    return output, auxiliary, None if metrics is None else _check_metrics(stage, metrics)
-
-
-def _check_metrics(stage: int, metrics: Any) -> dict[str, Tensor]:
-    if not isinstance(metrics, Mapping):
-        raise ValueError(
-            f"the metrics of stage {stage} must be a dict of tensors by name, got "
-            f"{_describe(metrics)}."
-        )
-    for name, value in metrics.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise ValueError(
-                f"the metrics of stage {stage} must be tensors by name, got {_describe(value)} "
-                f"at {name!r}."
-            )
-        if value.requires_grad:
-            raise ValueError(
-                f"the metrics of stage {stage} must not carry gradients, {name!r} does; detach it, "
-                f"or return it as the auxiliary loss."
-            )
-    return dict(metrics)
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(_describe, value))})"
-    return "None" if value is None else type(value).__name__

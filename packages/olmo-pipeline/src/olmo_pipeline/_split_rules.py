@@ -33,13 +33,19 @@ class SplitRule:
     Args:
         input_gradient: Returns the gradient of `x`, shaped like it.
         weight_gradients: Returns one entry per argument after `x`: the gradient of a weight, None
-            where there is none. Entries at the end may be left out.
+            for an argument that is no trainable weight. Entries at the end may be left out.
         applies: Says by the arguments whether this rule holds for a call; others stay whole.
     """
 
     input_gradient: Callable[..., Tensor]
     weight_gradients: Callable[..., tuple[Tensor | None, ...]]
     applies: Callable[..., bool] = _always
+
+    def __post_init__(self) -> None:
+        """Raise TypeError unless all are functions."""
+        for name in ("input_gradient", "weight_gradients", "applies"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"`{name}` must be a function, got {getattr(self, name)!r}.")
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -57,7 +63,12 @@ def _linear_weights(
 ) -> tuple[Tensor | None, ...]:
     rows = _rows(gradient)
     of_weight = (rows.mT @ _rows(x).to(gradient.dtype)).to(weight.dtype)
-    return of_weight, None if bias is None else rows.sum(0).to(bias.dtype)
+    if bias is None:
+        return of_weight, None
+    if bias.dim() == 1 and len(bias) == rows.shape[1]:
+        return of_weight, rows.sum(0).to(bias.dtype)
+    of_bias = gradient.sum_to_size(bias.shape) if bias.dim() else gradient.sum()  # broadcast
+    return of_weight, of_bias.to(bias.dtype)
 
 
 def _matmul_input(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:

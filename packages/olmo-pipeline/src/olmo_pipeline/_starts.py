@@ -1,10 +1,11 @@
 """What a search starts from: the best of the constructions, under the cap and all smaller ones.
 
-The constructions are the known patterns (`_patterns`) and the periodic orders (`_blocks`), these as
-they are and as due times of greedy walks. Each is tried in both directions of time where backwards
-are whole (`turned`), under the given cap and under every smaller one whose lower bound is still
-below the best found. The set for a cap thus holds that for each smaller cap, and none of it is
-drawn at random: while the budget lasts, what it gives is never worse under a larger cap.
+The constructions are the known patterns (`_patterns`) and the periodic orders
+(`_periodic_orders`), these as they are and as due times of greedy walks. Each is tried in both
+directions of time where backwards are whole (`turned`), under the given cap and under every smaller
+one whose lower bound is still below the best found. The set for a cap thus holds that for each
+smaller cap, and none of it is drawn at random: while the budget lasts, what it gives is never worse
+under a larger cap.
 
 Room that the lower bound has no use for is not constructed for: a cap above the least one at which
 the bound is that of no cap counts as that one.
@@ -16,12 +17,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ._blocks import PeriodicOrder, period_of, periodic_orders
 from ._bounds import least_makespan
 from ._costs import Costs
 from ._due_times import due_times
 from ._list_scheduler import DueTimes, Problem, Rows, Walk
 from ._patterns import known_patterns
+from ._periodic_orders import PeriodicOrder, period_of, periodic_orders
 
 # Slack in periods and patience in mean durations of the walks along a periodic order.
 _STEERING = ((4.0, 0.0), (0.5, 0.0), (1.0, 0.0), (math.inf, 0.0), (4.0, 1.0), (1.0, 1.0))

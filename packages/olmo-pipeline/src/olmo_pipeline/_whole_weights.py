@@ -1,8 +1,9 @@
 """Which weights a split backward does not leave for later, and what to call them.
 
-A weight whose gradient waits has no edge in the graph of its stage (`_deferral`); the others are
-found by a walk over that graph. Vectors (norms, biases) and weights that are only looked up, added
-or scaled by are left out: their gradients are no products and cost little wherever they come.
+A weight whose gradient waits has no edge in the graph of its stage (`_split_backward`); the others
+are found by a walk over that graph. Vectors (norms, biases) and weights that are only looked up,
+added or scaled by, as they are or in part, are left out: their gradients are no products and cost
+little wherever they come.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,28 +13,43 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 _CHEAP = frozenset(
-    f"{name}Backward0"
-    for name in ("Embedding", "EmbeddingBag", "Index", "IndexSelect", "Add", "Sub", "Mul")
+    (
+        *("Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather"),
+        *("Add", "Sub", "Rsub", "Mul", "Div", "Lerp", "Where", "Neg", "Pow"),
+        *("NativeLayerNorm", "NativeGroupNorm", "FusedRmsNorm"),
+    )
+)
+_VIEWS = frozenset(  # and copies: it depends on who reads them
+    (
+        *("View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided", "Clone", "ToCopy"),
+        *("Slice", "Select", "Split", "SplitWithSizes", "Unbind", "Narrow", "Unfold"),
+        *("Squeeze", "Unsqueeze", "Expand", "T", "Transpose", "Permute", "Cat", "Stack"),
+    )
 )
 _MOST_NAMES = 8
 
 
 def whole_weights(roots: Iterable[Tensor]) -> list[nn.Parameter]:
     """Return the matrices and larger weights that a backward from `roots` gives a gradient."""
-    waiting: list[Node] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    # A node, and whether who reads its result does more than look up, add or scale.
+    waiting: list[tuple[Node, bool]] = [
+        (root.grad_fn, False) for root in roots if root.grad_fn is not None
+    ]
     seen = set(waiting)
     found: dict[nn.Parameter, None] = {}  # parameters hash by identity
     while waiting:
-        node = waiting.pop()
+        node, is_read_dearly = waiting.pop()
+        kind = node.name().rstrip("0123456789").removesuffix("Backward")
+        is_dear = is_read_dearly if kind in _VIEWS else kind not in _CHEAP
         for following, _ in node.next_functions:
             if following is None:
                 continue
             leaf = getattr(following, "variable", None)  # of the node that adds to a `.grad`
-            if isinstance(leaf, nn.Parameter) and leaf.dim() > 1 and node.name() not in _CHEAP:
+            if isinstance(leaf, nn.Parameter) and leaf.dim() > 1 and is_dear:
                 found[leaf] = None
-            if following not in seen:
-                seen.add(following)
-                waiting.append(following)
+            if (following, is_dear) not in seen:
+                seen.add((following, is_dear))
+                waiting.append((following, is_dear))
     return list(found)
 
 

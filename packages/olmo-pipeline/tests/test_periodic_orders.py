@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from olmo_pipeline import Costs, lower_bound, search, simulate, validate
-from olmo_pipeline._blocks import periodic_orders
 from olmo_pipeline._list_scheduler import Problem, Walk, as_schedule
+from olmo_pipeline._periodic_orders import periodic_orders
 from olmo_pipeline._placement import place_stages
 from olmo_pipeline._starts import Budget, _smaller_caps, best_start, turn_rows
 

@@ -167,7 +167,7 @@ class _Deferred(torch.autograd.Function):
         tape: Tape,
         arguments: tuple[Any, ...],
     ) -> Tensor:
-        ctx.rule, ctx.tape = rule, tape
+        ctx.op, ctx.rule, ctx.tape = op, rule, tape
         ctx.places = [i for i, value in enumerate(arguments) if isinstance(value, Tensor)]
         ctx.save_for_backward(*(arguments[i] for i in ctx.places))
         # Parameters also as they are: a recompute hands back copies without a `.grad`.
@@ -186,7 +186,7 @@ class _Deferred(torch.autograd.Function):
         places = [i for i, value in enumerate(arguments) if i and _is_weight(value)]
         ctx.tape.defer(
             tuple(arguments[place] for place in places),
-            partial(_weight_gradients, ctx.rule, gradient, tuple(arguments), places),
+            partial(_weight_gradients, ctx.op, ctx.rule, gradient, tuple(arguments), places),
         )
         needs_x = ctx.needs_input_grad[1]
         of_x = ctx.rule.input_gradient(gradient, *arguments) if needs_x else None
@@ -272,12 +272,13 @@ class Splitter:
         finally:
             tape.is_open = False
         whole = [weight for weight in whole if weight not in tape.meant_whole]
-        if (whole or not tape) and action.stage not in self._said:
+        nothing_waits = not tape and not tape.meant_whole
+        if (whole or nothing_waits) and action.stage not in self._said:
             self._said.add(action.stage)
             self._warn(action, tape, whole)
 
     def _warn(self, action: Action, tape: Tape, whole: Sequence[nn.Parameter]) -> None:
-        if not tape:
+        if not tape and not tape.meant_whole:
             warnings.warn(
                 f"the backward of stage {action.stage} could not be split: it calls no linear "
                 f"operation with an `nn.Parameter` as its weight (or calls them in a compiled "
@@ -323,7 +324,36 @@ def _can_wait(rule: SplitRule, arguments: tuple[Any, ...]) -> bool:
 
 
 def _weight_gradients(
-    rule: SplitRule, gradient: Tensor, arguments: tuple[Any, ...], places: Sequence[int]
-) -> list[Tensor | None]:
+    op: Callable[..., Any],
+    rule: SplitRule,
+    gradient: Tensor,
+    arguments: tuple[Any, ...],
+    places: Sequence[int],
+) -> list[Tensor]:
+    """Return what a rule makes of the weights at these places.
+
+    No graph has an edge to them: what the rule leaves out, nobody would add.
+    """
     made = rule.weight_gradients(gradient, *arguments)
-    return [made[place - 1] if place <= len(made) else None for place in places]
+    if not isinstance(made, Sequence) or len(made) >= len(arguments):
+        got = len(made) if isinstance(made, Sequence) else f"a {type(made).__name__}"
+        raise ValueError(
+            f"`weight_gradients` of the split rule of {_name_of(op)} must return a tuple of at "
+            f"most one entry per argument after the input, {len(arguments) - 1}, got {got}."
+        )
+    gradients = []
+    for place in places:
+        weight, of_weight = arguments[place], made[place - 1] if place <= len(made) else None
+        if not isinstance(of_weight, Tensor) or of_weight.shape != weight.shape:
+            shape = tuple(of_weight.shape) if isinstance(of_weight, Tensor) else of_weight
+            raise ValueError(
+                f"`weight_gradients` of the split rule of {_name_of(op)} must return the gradient "
+                f"of its argument {place}, a weight of shape {tuple(weight.shape)}, as its entry "
+                f"{place - 1}, got {shape}."
+            )
+        gradients.append(of_weight)
+    return gradients
+
+
+def _name_of(op: Callable[..., Any]) -> str:
+    return getattr(op, "__qualname__", None) or str(op)
