@@ -5,7 +5,15 @@ import sys
 
 import pytest
 import torch
-from olmo_mxfp8 import MXLinear, MXRecipe, mx_grouped_mm, mx_linear, quantize, scaled_grouped_mm
+from olmo_mxfp8 import (
+    MXLinear,
+    MXPacker,
+    MXRecipe,
+    mx_grouped_mm,
+    mx_linear,
+    quantize,
+    scaled_grouped_mm,
+)
 
 BACKENDS = ["eager", "aot_eager"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -130,6 +138,42 @@ def test_nothing_imports_the_compiler_without_being_asked():
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_saved_tensors_inside_break_the_graph_and_equal_eager(backend):
+    packer = MXPacker()
+
+    def layer(x, w):
+        h = x * 2
+        with packer.saved_tensors(min_numel=1):
+            h = (h * 3) @ w.T
+            y = h.sin() + h.view(-1, 2, 16).square().view_as(h)
+        return y + 1
+
+    x, w = torch.randn(11, 64), torch.randn(32, 64)
+    want = run(layer, x, w)
+    got = run(torch.compile(layer, backend=backend), x, w)
+    assert_same(got, want)
+    one_graph = torch.compile(layer, backend=backend, fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="what autograd saves is chosen on"):
+        one_graph(x, w)
+
+
+def test_saved_tensors_around_a_compiled_function_round_its_inputs_alone():
+    """What it makes itself may hold values of its weights, and no graph says which does."""
+    layer = torch.compile(lambda h, w: (h * 3).sin() @ w.T + h.square().sum(), backend="aot_eager")
+    packer, asked = MXPacker(), []
+
+    def rounded(x, w):
+        with packer.saved_tensors(min_numel=1, select=lambda t: asked.append(t.grad_fn) or True):
+            return layer(x * 2, w)
+
+    x, w = torch.randn(11, 64), torch.randn(32, 64)
+    got, want = run(rounded, x, w), run(lambda x, w: layer(x * 2, w), x, w)
+    assert {node.name() for node in asked} == {"MulBackward0"}
+    assert torch.equal(got[0], want[0])
+    assert 0 < (got[1] - want[1]).norm() < 0.1 * want[1].norm()
 
 
 def test_a_cached_weight_breaks_the_graph_and_stays_the_weight_or_an_error():

@@ -221,6 +221,21 @@ def test_weights_past_32_bits(granularity):
     assert turned.data[:, :128].view(torch.uint8).count_nonzero() == 0
 
 
+def test_a_lazy_sign_is_read():
+    x = torch._neg_view(torch.randn(32, 64, device=DEVICE))
+    clean = x.resolve_neg()
+    for function in (
+        quantize,
+        quantize_both,
+        quantize_with_transpose,
+        swiglu_quantize,
+        lambda x, impl: weighted_quantize(x, x[:, 0], impl=impl),
+    ):
+        got, want = function(x, impl="triton"), function(clean, impl="triton")
+        for a, b in zip(*([t] if isinstance(t, MXTensor) else t for t in (got, want)), strict=True):
+            assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))
+
+
 class _Operators(TorchDispatchMode):
     """Collects the names of the operators of this package that run."""
 

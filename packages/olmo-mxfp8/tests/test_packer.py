@@ -52,7 +52,25 @@ def test_bad_arguments_are_refused():
         MXPacker(element="e3m4")
     with pytest.raises(ValueError, match="`scale_rule` must be"):
         MXPacker(scale_rule="ceil")
-    with pytest.raises(TypeError, match="`x` must be float32, bfloat16 or float16"):
+    with pytest.raises(TypeError, match="`tensor` must be float32, bfloat16 or float16"):
         MXPacker().pack(torch.zeros(2, 32).double())
-    with pytest.raises(ValueError, match=r"`x.shape\[1\]` must be a multiple of 32 .* got 40"):
+    with pytest.raises(ValueError, match=r"`tensor.shape\[-1\]` must be .* of 32 .* got 40"):
         MXPacker().pack(torch.zeros(2, 40))
+    with pytest.raises(ValueError, match="`tensor` must have rows to quantise along, got a scalar"):
+        MXPacker().pack(torch.tensor(1.0))
+    for packed in (3, None, torch.zeros(2, 32), quantize(torch.zeros(2, 32))):
+        kind = type(packed).__name__
+        with pytest.raises(TypeError, match=f"`packed` must be what `pack` returned, got {kind}"):
+            MXPacker().unpack(packed)
+
+
+@pytest.mark.parametrize(("element", "first"), [("e4m3", 63488), ("e5m2", 61440)])
+@pytest.mark.parametrize("granularity", [32, 128])
+def test_which_numbers_of_float16_come_back_infinite(element, first, granularity):
+    every = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16)  # the finite ones
+    x = every[:, None].expand(-1, 128)
+    packer = MXPacker(element=element, granularity=granularity)
+    lost = packer.unpack(packer.pack(x)).isinf().all(1)
+    assert torch.equal(lost, every >= first)
+    packer = MXPacker(element=element, granularity=granularity, scale_rule="floor")
+    assert packer.unpack(packer.pack(x)).isfinite().all()

@@ -5,7 +5,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from olmo_mxfp8 import _quantize_impl, dequantize, quantize
+from olmo_mxfp8 import (
+    _quantize_impl,
+    dequantize,
+    quantize,
+    quantize_both,
+    quantize_with_transpose,
+    swiglu_quantize,
+    weighted_quantize,
+)
 
 ELEMENTS = ["e4m3", "e5m2"]
 RULES = ["rceil", "floor"]
@@ -201,6 +209,48 @@ def test_the_largest_finite_values_stay_finite():
     assert dequantize(quantize(x), torch.float64).isfinite().all()
 
 
+@pytest.mark.parametrize(("element", "factor"), [("e4m3", 1.9375), ("e5m2", 1.875)])
+@pytest.mark.parametrize("granularity", [32, 128, "128x128"])
+def test_only_the_largest_numbers_become_infinite_in_float32(element, factor, granularity):
+    first = torch.tensor(factor * 2.0**127)
+    largest = torch.tensor(torch.finfo(torch.float32).max)
+    below = torch.nextafter(first, torch.tensor(0.0))
+    x = torch.rand(128, 128) * largest
+    x[0], x[1], x[2] = first, below, largest
+    x[3] = torch.linspace(1, factor, 128) * 2.0**127
+    options = {"element": element, "granularity": granularity}
+    for signed in (x, -x, x.clamp_max(torch.finfo(torch.bfloat16).max).bfloat16()):
+        t = quantize(signed, **options)
+        wide = dequantize(t, torch.float64)
+        assert wide.abs().max() == 2.0**128
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(dequantize(t, dtype).isinf(), signed.abs() >= first)
+        assert dequantize(quantize(signed, scale_rule="floor", **options)).isfinite().all()
+
+
+def _neg_views(*shape):
+    """Tensors whose sign is a bit of theirs, which memory does not have."""
+    x = torch.randn(*shape)
+    z = torch.complex(x, torch.randn(*shape)).conj()
+    return torch._neg_view(x), z.imag, z.imag.mT.contiguous().mT, torch._neg_view(x.half())
+
+
+@pytest.mark.parametrize("granularity", [32, 128, "128x128"])
+def test_a_lazy_sign_is_read(granularity):
+    for x in _neg_views(128, 128):
+        for dim in (-1,) if granularity == 128 else (0, 1):
+            t = quantize(x, dim=dim, granularity=granularity)
+            assert same(t, quantize(x.resolve_neg().clone(), dim=dim, granularity=granularity))
+            assert (dequantize(t) - x.float()).abs().max() < 0.5
+        rows = [
+            quantize_both(x)[0],
+            quantize_with_transpose(x)[0],
+            weighted_quantize(x, torch.ones(128)),
+        ]
+        assert all(same(t, quantize(x.resolve_neg())) for t in rows)
+        assert same(swiglu_quantize(x), swiglu_quantize(x.resolve_neg()))
+
+
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0), (0, 32, 2)])
 def test_empty_tensors(shape):
     dim = 1
@@ -229,7 +279,7 @@ def test_carries_no_gradient_and_leaves_its_input():
         ({"element": "e3m4"}, ValueError, "`element` must be 'e4m3' or 'e5m2', got 'e3m4'"),
         ({"scale_rule": "ceil"}, ValueError, "`scale_rule` must be 'rceil' or 'floor', got 'ceil'"),
         ({"dim": 2}, ValueError, r"`dim` must be in \[-2, 2\) for `x` of shape \(2, 32\), got 2"),
-        ({"x": torch.tensor(1.0)}, ValueError, r"`dim` must be in \[0, 0\)"),
+        ({"x": torch.tensor(1.0)}, ValueError, "`x` must have at least one dimension, got a scal"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused(arguments, error, message):

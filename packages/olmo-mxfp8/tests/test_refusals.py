@@ -149,9 +149,42 @@ def test_dimensions_are_integers(dim):
             call()
 
 
-def test_sparse_tensors():
-    with pytest.raises(TypeError, match=r"`x` must be dense, .*`.to_dense\(\)`"):
-        mx.quantize(torch.eye(32).to_sparse())
+DENSE = {"COO": torch.Tensor.to_sparse, "CSR": torch.Tensor.to_sparse_csr}
+DENSE |= {"CSC": torch.Tensor.to_sparse_csc, "oneDNN": torch.Tensor.to_mkldnn}
+DENSE |= {"BSR": lambda x: x.to_sparse_bsr((4, 4)), "BSC": lambda x: x.to_sparse_bsc((4, 4))}
+SOURCES = {
+    "x": mx.quantize,
+    "x_MK": mx.quantize_both,
+    "w": mx.quantize_with_transpose,
+    "x_RD": lambda x: mx.weighted_quantize(x, torch.ones(32)),
+    "hidden_R2H": mx.swiglu_quantize,
+    "tensor": mx.MXPacker().pack,
+    "weight": mx.WeightCache,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta:UserWarning")
+@pytest.mark.parametrize("layout", DENSE.values(), ids=DENSE)
+@pytest.mark.parametrize(("name", "function"), SOURCES.items(), ids=SOURCES)
+def test_tensors_that_are_not_dense(name, function, layout):
+    given = layout(torch.eye(32))
+    message = rf"`{name}` must be dense, got layout {given.layout}; call `.to_dense\(\)`"
+    with pytest.raises(TypeError, match=message):
+        function(given)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize(("name", "function"), SOURCES.items(), ids=SOURCES)
+def test_nested_tensors(name, function, layout):
+    nested = torch.nested.nested_tensor([ROWS, WEIGHT], layout=layout)
+    with pytest.raises(TypeError, match=rf"`{name}` must be dense, got a nested tensor; call `.to"):
+        function(nested)
+
+
+def test_scalars():
+    with pytest.raises(ValueError, match="`x` must have at least one dimension, got a scalar"):
+        mx.quantize(torch.tensor(1.0))
 
 
 def test_codes_and_scales_on_two_devices():

@@ -1,5 +1,10 @@
 """`WeightCache`: both orientations, and never those of another step."""
 
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import numpy as np
 import pytest
 import torch
 from olmo_mxfp8 import (
@@ -102,21 +107,59 @@ def test_a_weight_that_moved_is_an_error():
     assert _same(cache.forward, quantize(w))
 
 
-def _edit_data(w):
-    w.data.mul_(2)
+def _among_two_ranks(collective, mine, theirs):
+    """Run `collective(group, tensor)` on two ranks, each a thread of this process."""
+    store, timeout = torch.distributed.HashStore(), timedelta(seconds=30)
+
+    def run(rank, tensor):
+        collective(torch.distributed.ProcessGroupGloo(store, rank, 2, timeout), tensor).wait()
+
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(run, (0, 1), (theirs, mine)))
 
 
-def _edit_the_buffer_that_it_views(w):
+def _by_data(w):
+    return lambda: w.data.mul_(2)
+
+
+def _by_a_flat_buffer(w):
     flat = torch.randn(2 * w.numel())
     w.data = flat[: w.numel()].view_as(w)  # as optimizers with a flat buffer do
     return lambda: flat.mul_(2)
 
 
-@pytest.mark.parametrize(
-    "prepare", [lambda w: lambda: _edit_data(w), _edit_the_buffer_that_it_views]
-)
+def _by_broadcast(w):
+    broadcast = lambda group, tensor: group.broadcast(tensor, 0)  # noqa: E731
+    return lambda: _among_two_ranks(broadcast, w.detach(), 2 * w.detach())
+
+
+def _by_all_reduce(w):
+    all_reduce = lambda group, tensor: group.allreduce([tensor])  # noqa: E731
+    return lambda: _among_two_ranks(all_reduce, w.detach(), w.detach().clone())
+
+
+def _by_numpy(w):
+    return lambda: np.multiply(w.detach().numpy(), 2, out=w.detach().numpy())
+
+
+def _by_dlpack(w):
+    return lambda: torch.from_dlpack(w.detach()).mul_(2)
+
+
+def _by_pointer(w):
+    twice = 2 * w.detach()
+    return lambda: ctypes.memmove(w.data_ptr(), twice.data_ptr(), twice.nbytes)
+
+
+UNSEEN = [
+    *(_by_data, _by_a_flat_buffer, _by_numpy, _by_dlpack, _by_pointer),
+    *(_by_broadcast, _by_all_reduce),
+]
+
+
+@pytest.mark.parametrize("prepare", UNSEEN)
 def test_a_write_that_is_not_counted_is_not_seen(prepare):
-    """The limit that the class documents: neither raises the version of the weight."""
+    """The limit that the class documents: none of them raises the version of the weight."""
     w = nn.Parameter(torch.randn(32, 64))
     write = prepare(w)
     cache = WeightCache(w)

@@ -72,8 +72,15 @@ def check_source(name: str, tensor: torch.Tensor) -> None:
     """Raise `TypeError` unless `tensor` can be quantised: every value of it is one of FP32."""
     check_tensor(name, tensor)
     check_source_dtype(name, tensor.dtype)
-    if tensor.is_sparse:
-        raise TypeError(f"`{name}` must be dense, got a sparse tensor; call `.to_dense()` first.")
+    if tensor.is_nested:
+        raise TypeError(
+            f"`{name}` must be dense, got a nested tensor; call `.to_padded_tensor(0.0)` first."
+        )
+    # The compiler lets no backward ask for a layout, and itself traces dense tensors alone.
+    if not torch.compiler.is_compiling() and tensor.layout is not torch.strided:
+        raise TypeError(
+            f"`{name}` must be dense, got layout {tensor.layout}; call `.to_dense()` first."
+        )
 
 
 def check_source_dtype(name: str, dtype: torch.dtype) -> None:

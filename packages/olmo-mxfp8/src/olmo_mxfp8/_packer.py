@@ -18,13 +18,16 @@ from ._formats import (
     Element,
     RowGranularity,
     ScaleRule,
+    check_blocks,
     check_element,
     check_row_granularity,
     check_scale_rule,
+    check_source,
 )
 from ._quantize import dequantize, quantize
 from ._saved_tensors import SelectingHooks
 from ._tensor import MXTensor
+from ._uncompiled import uncompiled
 
 DEFAULT_MIN_NUMEL = 2**16
 """Values of an activation whose bytes are worth two launches."""
@@ -73,8 +76,12 @@ class MXPacker:
 
         Raises:
             TypeError: `tensor` has another dtype.
-            ValueError: Its last dimension is not a multiple of the granularity.
+            ValueError: Its last dimension is not a multiple of the granularity, or it has none.
         """
+        check_source("tensor", tensor)
+        if tensor.ndim == 0:
+            raise ValueError("`tensor` must have rows to quantise along, got a scalar.")
+        check_blocks("`tensor.shape[-1]`", tensor.shape[-1], self.granularity)
         values = quantize(
             tensor,
             element=self.element,
@@ -83,6 +90,7 @@ class MXPacker:
         )
         return PackedActivation(values, tensor.dtype)
 
+    @uncompiled(reason="what autograd saves is chosen on the host")
     def saved_tensors(
         self,
         *,
@@ -91,16 +99,22 @@ class MXPacker:
     ) -> saved_tensors_hooks:
         """Return a context in which autograd saves activations in MXFP8, and all else as it is.
 
-        An activation is a dense float32, bfloat16 or float16 tensor of at least `min_numel` values
-        whose last dimension is a multiple of the granularity. Never rounded are parameters, views
-        of them and copies of them in another dtype, as autocast makes; tensor subclasses; and what
-        has been expanded. What several operations save, views of it too, is held once.
+        An activation is what an operation has computed and a gradient flows through: dense, in
+        float32, bfloat16 or float16, of at least `min_numel` values, its last dimension a multiple
+        of the granularity. Never rounded are leaves, which something holds in any case: parameters,
+        inputs, and all that needs no gradient, such as frozen weights and what autocast makes of
+        them; views of leaves and copies, in other dtypes too, one by one or joined; tensor
+        subclasses; and what has been expanded. A parameter with other values than its own, a
+        scaled or padded one, is computed and so an activation.
+
+        An activation that several operations save is held once, as are reshapes and permutations
+        of all of it that keep its rows in whole blocks; a part of it has a copy of its own.
 
         The forward is what it was, and the gradients are those of the rounded activations. The
         memory of an activation is free once nothing else holds it.
 
         Args:
-            select: Says of a tensor to which the rule applies whether to round it; None: each.
+            select: Says of an activation whether to round it; None: each.
             min_numel: The number of values from which on it applies.
 
         Returns:
@@ -113,11 +127,18 @@ class MXPacker:
 
         Note:
             An exponential turns an error into a factor. Leave out what is saved to be
-            exponentiated, the log-probabilities of a cross-entropy and the log-sum-exp of
-            attention: by a context around the layers that multiply, or by `select`.
+            exponentiated, as the log-probabilities of a cross-entropy: by a context around the
+            layers that multiply, or by `select`.
 
-            A weight that was detached from its parameter (`.detach()`, `.data`) is not known as
-            one. `torch.utils.checkpoint` saves its inputs, and recomputes from the rounded ones.
+            A write that does not raise a version (`WeightCache` names them) is not seen. To an
+            input, which is kept as torch keeps it, it does what it does without this context. An
+            activation stays as it was when an operation first saved it.
+
+            What a custom function makes in its forward and saves needs no gradient, and is left;
+            of a function that `torch.compile` has compiled that is all but its inputs. Inside
+            one, a call breaks the graph, and `fullgraph=True` refuses it.
+
+            `torch.utils.checkpoint` saves its inputs, and recomputes from the rounded ones.
         """
         if select is not None and not callable(select):
             raise TypeError(f"`select` must be a function of a tensor or None, got {select!r}.")
@@ -133,6 +154,12 @@ class MXPacker:
     def unpack(self, packed: PackedActivation, /) -> Tensor:
         """Return the rounded activation, contiguous, in the dtype it had.
 
-        In float16, values beyond 61440 may come back infinite: they round to 65536.
+        With `rceil` the largest numbers of a dtype come back infinite. In float16 those are 63488
+        and more in E4M3, 61440 and more in E5M2; for the others see `dequantize`.
+
+        Raises:
+            TypeError: `packed` is not what `pack` has returned.
         """
+        if not isinstance(packed, PackedActivation):
+            raise TypeError(f"`packed` must be what `pack` returned, got {type(packed).__name__}.")
         return dequantize(packed.values, packed.dtype)

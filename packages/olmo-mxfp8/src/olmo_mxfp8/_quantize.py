@@ -75,6 +75,8 @@ def quantize(
     check_element("element", element)
     check_scale_rule(scale_rule)
     check_dim(dim)
+    if x.ndim == 0:
+        raise ValueError("`x` must have at least one dimension, got a scalar.")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(
             f"`dim` must be in [{-x.ndim}, {x.ndim}) for `x` of shape {tuple(x.shape)}, got {dim}."
@@ -88,7 +90,7 @@ def quantize(
             x.detach(), dim, element, scale_rule == "rceil", COARSE if tiles else granularity, tiles
         )
         return MXTensor(codes.view(FORMATS[element].dtype), scales, dim, element, granularity)
-    x = x.detach().float().contiguous()
+    x = x.detach().resolve_neg().float().contiguous()  # read as bits, which lack a lazy sign
     if tiles:
         codes, scales = reference.quantize_tiles(x, FORMATS[element], scale_rule)
         # One byte for 128 x 128 values becomes one for 32 along `dim` and for each along the other.
@@ -223,9 +225,10 @@ def dequantize(
 ) -> torch.Tensor:
     """Return the values of `t`.
 
-    Exact in float64, and in float32 up to its largest number: beyond it (possible only with scale
-    bytes that `quantize` does not produce for finite input) they are infinite. bfloat16 and float16
-    are the float32 values rounded once, to nearest even.
+    Exact in float64, and in float32 but for 2^128 and beyond, which is infinite there. Of what
+    `quantize` makes of finite input, only the largest numbers become that, and only with `rceil`,
+    which rounds up to 2^128 what is at least 1.9375 * 2^127 (3.30e38) in E4M3 or 1.875 * 2^127
+    (3.19e38) in E5M2. bfloat16 and float16 are the float32 values rounded once, to nearest even.
 
     Args:
         t: Any `MXTensor`.

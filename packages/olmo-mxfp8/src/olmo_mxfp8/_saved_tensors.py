@@ -1,28 +1,43 @@
 """The hooks of `MXPacker.saved_tensors`: what of all that autograd saves is kept in MXFP8.
 
 Autograd hands a hook everything: activations, weights, token ids, statistics of a norm. Only the
-first may be rounded. A parameter is known by its type, a view by its base, and a copy in another
-dtype, which autocast makes, by the graph that leads back to the parameter.
+first may be rounded. An activation is what an operation has computed; the operation is the node
+that the graph names, behind views and copies. Where none is left, the values are those of a leaf, a
+parameter or an input, which the graph or the caller holds anyway, or a constant's.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._formats import SOURCES
+from ._uncompiled import uncompiled
 
-_COPIES = frozenset(
-    f"{operation}Backward0"
-    for operation in (
-        *("ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "AsStrided", "Expand"),
-        *("T", "Transpose", "Permute", "Slice", "Select", "Split", "Unbind", "Unsqueeze"),
+_LEAF = "torch::autograd::AccumulateGrad"
+
+_VIEWS = frozenset(
+    (
+        *("Alias", "AsStrided", "Conj", "Diagonal", "Expand", "LiftFresh", "NegView", "Permute"),
+        *("ReshapeAlias", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "T"),
+        *("Transpose", "Unbind", "Unfold", "Unsqueeze", "Values", "View", "ViewAsComplex"),
+        "ViewAsReal",
     )
 )
-"""Nodes whose result holds values of their one input."""
+"""Operations whose result is a view of their one input."""
+_COPIES = frozenset(
+    (
+        *("Clone", "LazyClone", "PinMemory", "Repeat", "ReshapeCopy", "ToCopy"),
+        *("UnsafeSplit", "UnsafeSplitWithSizes", "UnsafeView"),
+    )
+)
+"""Operations whose result holds values of their one input."""
+_JOINS = frozenset(("CatBackward0", "StackBackward0", "torch::autograd::CopyBackwards"))
+"""Nodes whose result holds values of all their inputs."""
 
 
 class _Copy:
@@ -36,6 +51,8 @@ class _Copy:
 class _Rounded(NamedTuple):
     copy: _Copy
     shape: torch.Size
+    strides: tuple[int, ...] | None
+    """None: it comes back contiguous."""
 
 
 class _Untouched(NamedTuple):
@@ -48,7 +65,7 @@ class SelectingHooks:
 
     Args:
         pack: Makes what is held in place of a tensor.
-        unpack: Makes the rounded tensor of it again.
+        unpack: Makes the rounded tensor of it again, contiguous.
         block: What the last dimension must be a multiple of.
         min_numel: The number of values from which on a tensor is rounded, at least 1.
         select: Says of each that the rules admit whether to round it; None rounds all.
@@ -65,25 +82,24 @@ class SelectingHooks:
     ) -> None:
         self._pack, self._unpack = pack, unpack
         self._block, self._min_numel, self._select = block, min_numel, select
-        self._copies: WeakValueDictionary[tuple[object, ...], _Copy] = WeakValueDictionary()
 
+    @uncompiled(reason="what autograd saves is chosen on the host")
     def pack(self, tensor: Tensor) -> _Rounded | _Untouched:
         """Return what the graph holds. An activation that several operations save is held once."""
         # Detached, because the result of a node, saved by that node, would keep itself alive.
         values = tensor.detach()
-        if not self._takes(tensor):
+        node = _computed_by(tensor) if self._fits(tensor) else None
+        if node is None or not (self._select is None or self._select(tensor)):
             return _Untouched(values, values._version)
-        if values.is_contiguous():  # views of one activation have the same rows
-            values = values.view(-1, values.shape[-1])
-        memory = StorageWeakRef(values.untyped_storage())
-        place = (memory.cdata, values.storage_offset(), values.shape, values.stride())
-        key = (*place, values.dtype, values._version)
-        # The weak reference in a copy keeps other memory from taking this name.
-        copy = self._copies.get(key)
-        if copy is None or copy.memory.expired():
-            copy = self._copies[key] = _Copy(self._pack(values), memory)
-        return _Rounded(copy, tensor.shape)
+        straight = _in_memory_order(values)
+        if straight is None or straight.shape[-1] % self._block:
+            copy = self._copy(values, node, (values.shape, values.stride()))
+            return _Rounded(copy, values.shape, None)
+        # Blocks of whole rows are blocks of memory, so all permutations and reshapes share them.
+        rows = straight.view(-1, straight.shape[-1])
+        return _Rounded(self._copy(rows, node, rows.numel()), values.shape, values.stride())
 
+    @uncompiled(reason="what autograd saves is chosen on the host")
     def unpack(self, saved: _Rounded | _Untouched) -> Tensor:
         """Return the rounded tensor, or the one that was passed on.
 
@@ -91,7 +107,10 @@ class SelectingHooks:
             RuntimeError: That one has changed since; torch does not look where there are hooks.
         """
         if isinstance(saved, _Rounded):
-            return self._unpack(saved.copy.packed).view(saved.shape)
+            values = self._unpack(saved.copy.packed)
+            if saved.strides is None:
+                return values
+            return values.as_strided(saved.shape, saved.strides)
         if saved.tensor._version != saved.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -101,29 +120,75 @@ class SelectingHooks:
             )
         return saved.tensor
 
-    def _takes(self, tensor: Tensor) -> bool:
-        fits = (
+    def _fits(self, tensor: Tensor) -> bool:
+        return (
             type(tensor) is Tensor
-            and tensor.layout == torch.strided
+            and tensor.layout is torch.strided
             and tensor.dtype in SOURCES
             and tensor.ndim > 0
             and tensor.numel() >= self._min_numel
             and tensor.shape[-1] % self._block == 0
-            # What is expanded would grow.
-            and tensor.nbytes <= tensor.untyped_storage().nbytes()
+            and not _overlaps(tensor)
         )
-        if not fits or _is_of_parameter(tensor):
-            return False
-        return self._select is None or self._select(tensor)
+
+    def _copy(self, values: Tensor, node: Node, what: object) -> _Copy:
+        """Return the copy of `values`, which `node` computed, made now or for another operation.
+
+        A buffer can be written in ways that leave its version as it was, so equal memory is no
+        proof of equal values. That one node computed both is: it ran once.
+        """
+        # Here, because these copies are of no use beyond the node and nothing else names it.
+        metadata = cast(dict[Any, Any], node.metadata)  # a property, typed as a method
+        copies = metadata.setdefault(self, WeakValueDictionary())
+        memory = StorageWeakRef(values.untyped_storage())
+        place = (memory.cdata, values.storage_offset(), values.dtype, values.is_neg())
+        key = (*place, what, values._version)
+        copy = copies.get(key)
+        # The weak reference in a copy keeps other memory from taking this name.
+        if copy is None or copy.memory.expired():
+            copy = copies[key] = _Copy(self._pack(values), memory)
+        return copy
 
 
-def _is_of_parameter(tensor: Tensor) -> bool:
-    """Whether this is a parameter, a view of one, or a copy or cast of either."""
-    base = tensor if tensor._base is None else tensor._base
-    if isinstance(base, nn.Parameter):
-        return True
-    node = base.grad_fn
-    while node is not None and node.name() in _COPIES:
+def _computed_by(tensor: Tensor) -> Node | None:
+    """Return the node that computed `tensor`, or None: it holds values of leaves and constants."""
+    node = _behind_copies(tensor.grad_fn)
+    if node is not None and node.name() in _JOINS:
+        parts = (_behind_copies(each) for each, _ in node.next_functions)
+        return node if any(part is not None for part in parts) else None
+    return node
+
+
+def _behind_copies(node: Node | None) -> Node | None:
+    while node is not None:
+        name = node.name()
+        if name == _LEAF:
+            return None
+        # Nodes of torch end in a number; a function of the user's may be called anything else.
+        operation, _, overload = name.partition("Backward")
+        if not (overload[:1].isdigit() and (operation in _VIEWS or operation in _COPIES)):
+            return node
         node = node.next_functions[0][0]
-    # Of all nodes only that which ends a graph has a variable.
-    return isinstance(getattr(node, "variable", None), nn.Parameter)
+    return None
+
+
+def _dims_outside_in(tensor: Tensor) -> list[int]:
+    """The dimensions in the order in which memory has them; those of size 1 are outermost."""
+    return sorted(range(tensor.ndim), key=lambda d: (tensor.shape[d] > 1, -tensor.stride(d)))
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor | None:
+    """Return `tensor` permuted to a contiguous one, or None: it has gaps."""
+    straight = tensor.permute(_dims_outside_in(tensor))
+    return straight if straight.is_contiguous() else None
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether values may share memory, as where one has been expanded: a copy would be larger."""
+    reach = 0  # from the first to the last value of the inner dimensions
+    for d in reversed(_dims_outside_in(tensor)):
+        if tensor.shape[d] > 1:
+            if tensor.stride(d) <= reach:
+                return True
+            reach += (tensor.shape[d] - 1) * tensor.stride(d)
+    return False

@@ -38,12 +38,22 @@ class WeightCache:
         It takes 66/32 bytes a value. With the recipe's `impl="dequantise"` it takes 4 more, for the
         bfloat16 values that the products multiply, which saves a pass over the weights in each.
 
-        Changes are seen by torch's version counter, which an optimizer step, a load and an edit
-        under `no_grad` raise. Two writes do not raise it and are not seen: one through
-        `weight.data`, and one through a buffer that the weight was made a view of by
-        `weight.data = flat.view(..)`, such as `flat.mul_(2)`, for the two count their changes
-        apart. Call `refresh` after either. A copy, a deep copy and a pickle quantise anew where
-        they arrive.
+        Changes are seen by torch's version counter, which its own operations on the weight raise:
+        an optimizer step, a load, an edit under `no_grad`. No other write is seen, and none could
+        be short of reading the weight. Those are writes
+
+        - through `weight.data`;
+        - through a buffer that the weight was made a view of by `weight.data = flat.view(..)`,
+          such as `flat.mul_(2)`, for the two count their changes apart;
+        - by a collective of `torch.distributed`, such as `broadcast` and `all_reduce`, into the
+          weight itself or a view of it; some raise the version with some backends, as gloo's
+          `all_gather` does, and none is to be relied on;
+        - through memory that is shared with numpy, DLPack or another process;
+        - by a kernel or any code that was given a pointer.
+
+        Call `refresh` after each of them: the products would be those of the old weight on this
+        rank, without a sign of it. A copy, a deep copy and a pickle quantise anew where they
+        arrive.
     """
 
     def __init__(self, weight: torch.Tensor, *, recipe: MXRecipe = DEFAULT_RECIPE) -> None:
@@ -64,7 +74,10 @@ class WeightCache:
         return partial(WeightCache, recipe=self.recipe), (self.weight,)
 
     def refresh(self) -> None:
-        """Quantise the weight as it is now. Call it after each step of the optimizer and load."""
+        """Quantise the weight as it is now.
+
+        Call it after each step of the optimizer and load, and after what the class does not see.
+        """
         self._forward, self._input_grad = quantize_with_transpose(
             self.weight, **_weight_options(self.recipe)
         )

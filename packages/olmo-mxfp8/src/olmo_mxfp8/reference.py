@@ -169,7 +169,7 @@ def dequantize_blocks(
 ) -> torch.Tensor:
     """Return `X * P` of blocks that lie along `dim + 1`.
 
-    A product has at most four significant bits and is exact, unless it is too large for float32:
+    A product has at most four significant bits and is exact, unless it is 2^128 or more in float32:
     then it is infinite. A NaN or infinite element keeps its value unless the scale is NaN.
 
     Args:
