@@ -211,12 +211,12 @@ def _bandwidth(settings: Settings) -> Cell:
     numel = 100_000 if settings.dry else 1_000_000_000
     device = settings.device
     groups = ReplicaGroups({"all": dist.group.WORLD}, lambda *_: "all")
-    parameters = [
-        (f"p{i}", nn.Parameter(torch.zeros(numel // 10, device=device).bfloat16()))
-        for i in range(10)
-    ]
     calls: dict[str, Callable[[], object]] = {}
     for collective in ("all_reduce", "reduce_scatter"):
+        parameters = [
+            (f"p{i}", nn.Parameter(torch.zeros(numel // 10, device=device).bfloat16()))
+            for i in range(10)
+        ]
         reducer = GradientReducer(parameters, groups, collective=collective)
 
         def reduce(reducer: GradientReducer = reducer) -> None:
@@ -224,9 +224,6 @@ def _bandwidth(settings: Settings) -> Cell:
             reducer.reduce()
 
         calls[f"ours, {collective}"] = reduce
-        for _, parameter in parameters:  # the next reducer makes its own
-            del vars(parameter)["main_grad"]
-            vars(parameter).pop("main_grad_range", None)
     flat = torch.zeros(numel, device=device)
     piece = flat[: numel // settings.ranks].clone()
     calls["bare all_reduce of one line"] = lambda: dist.all_reduce(flat)

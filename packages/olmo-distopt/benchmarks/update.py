@@ -173,26 +173,23 @@ def _tensors(count: int, numel: int, device: str) -> list[nn.Parameter]:
 
 def _accumulate(numel: int, settings: Settings) -> Cell:
     impls = ("reference", "triton") if settings.device == "cuda" else ("reference",)
-    weight = nn.Parameter(torch.ones(numel, device=settings.device).bfloat16())
-    grad = torch.full_like(weight, 2.0**-9)
-    line = torch.empty(numel, device=settings.device)
-    source = torch.empty_like(line)
-    calls: dict[str, Callable[[], object]] = {"torch copy of FP32": lambda: line.copy_(source)}
+    grad = torch.full((numel,), 2.0**-9, dtype=torch.bfloat16, device=settings.device)
+    target = torch.empty(numel, device=settings.device)
+    source = torch.empty_like(target)
+    calls: dict[str, Callable[[], object]] = {"torch copy of FP32": lambda: target.copy_(source)}
     for impl in impls:
+        weight = nn.Parameter(torch.ones_like(grad))
         reducer = GradientReducer([("w", weight)], ALONE, impl=impl)
 
-        def add(reducer: GradientReducer = reducer) -> None:
-            vars(weight)["main_grad"] = line
+        def add(weight: nn.Parameter = weight, reducer: GradientReducer = reducer) -> None:
             weight.grad = grad
             reducer._accumulate(weight)
 
-        line.zero_()
         add()
         add()
-        if not bool((line == 2.0**-8).all()):
+        if not bool((vars(weight)["main_grad"] == 2.0**-8).all()):
             raise RuntimeError(f"{impl} adds something else")
         calls[f"ours, {impl}"] = add
-        reducer.close()
     return Cell(
         topic="update",
         what=f"add a BF16 gradient of {numel:.1e} elements to an FP32 line (copy: 8 bytes, not 10)",
