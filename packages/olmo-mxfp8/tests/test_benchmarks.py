@@ -59,12 +59,14 @@ for (topic, what, ours, peer), both in bars.items():
     if topic == "product":
         for other in ("bf16, torch", "bf16, olmo-experts-gemm"):
             assert bars[topic, what, ours, other] == both, f"{ours} is not judged beside {other}"
-(stored,) = Path(sys.argv[1]).glob("reports/all_*.json")
-data = json.loads(stored.read_text())
-report.write(Path(sys.argv[2]), stored.stem, data["facts"], [Cell(**c) for c in data["cells"]])
-for suffix in (".md", ".json"):
-    again = Path(sys.argv[2], stored.stem + suffix).read_text()
-    assert again == stored.with_suffix(suffix).read_text(), f"{suffix} of the report says otherwise"
+reports = list(Path(sys.argv[1]).glob("reports/all_*.json"))
+assert reports
+for stored in reports:
+    data = json.loads(stored.read_text())
+    report.write(Path(sys.argv[2]), stored.stem, data["facts"], [Cell(**c) for c in data["cells"]])
+    for suffix in (".md", ".json"):
+        again = Path(sys.argv[2], stored.stem + suffix).read_text()
+        assert again == stored.with_suffix(suffix).read_text(), f"{stored.stem}{suffix} differs"
 """
 
 

@@ -366,3 +366,27 @@ def test_a_layer_that_does_not_ask_is_named_beside_one_that_does():
     stage.body[0].defer = executor.defer
     with pytest.warns(UserWarning, match="gradients of body.1.weight are .* `executor.defer`"):
         executor.run(_batch(2), activation_shape=())
+
+
+class _Forgetful(Deferring):
+    """It asks and never hands over what computes its gradient."""
+
+    def forward(self, x):
+        later = self.defer((self.weight,))
+        weight = self.weight if later is None else self.weight.detach()
+        return F.linear(x, weight)
+
+
+def test_a_layer_that_asks_and_never_hands_over_is_named_once():
+    body = nn.Sequential(Deferring(), _Forgetful())
+    executor = PipelineExecutor(
+        zero_bubble(1, 3), {0: Stack(body, is_last=True)}, device="cpu", dtype=F64
+    )
+    for layer in body:
+        layer.defer = executor.defer
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        executor.run([torch.randn(2, WIDTH, dtype=F64) for _ in range(3)], activation_shape=())
+    (message,) = [str(each.message) for each in caught]
+    assert message.startswith("gradients of body.1.weight are not computed: a layer of stage 0")
+    assert body[1].weight.grad is None

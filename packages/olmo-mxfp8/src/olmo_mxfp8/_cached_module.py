@@ -13,8 +13,8 @@ class CachedModule(nn.Module):
     """A module that can keep its weights quantised between steps.
 
     A subclass calls `_cache_weights` once its parameters are there. A load and a move of the module
-    renew the caches; after a step of the optimizer and an edit the user calls `refresh` (`WeightCache`
-    lists the edits that it cannot see). State dicts hold the parameters alone.
+    renew the caches; after a step of the optimizer and an edit the user calls `refresh`
+    (`WeightCache` lists the edits that it cannot see). State dicts hold the parameters alone.
     """
 
     recipe: MXRecipe

@@ -15,7 +15,7 @@ backward is split) has not been performed, counted along its list.
 This is a lower bound for a machine: it knows no launch time, no contention and no late kernels.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ._costs import Cost, Costs
@@ -48,8 +48,8 @@ class Timeline:
     makespan: float
     bubble: float
     peak_live_per_rank: tuple[int, ...]
-    spans: tuple[Span, ...]
-    schedule: Schedule
+    spans: tuple[Span, ...] = field(repr=False)
+    schedule: Schedule = field(repr=False)
 
     def spans_of(self, rank: int) -> tuple[Span, ...]:
         """Return what `rank` performs, in order.

@@ -62,6 +62,7 @@ class Tape:
         self.meant_whole: set[nn.Parameter] = set()  # of operations whose rule is None
         # It stands for the weights: results require grad although the weights are no inputs.
         self.anchor = torch.empty((), requires_grad=True)
+        self.asked: dict[nn.Parameter, None] = {}  # by layers, in a forward
         self._pending: list[_Pending] = []
 
     def __len__(self) -> int:
@@ -75,6 +76,11 @@ class Tape:
                 "gradient is deferred; take a schedule without split backward for such a stage."
             )
         self._pending.append(_Pending(weights, compute))
+
+    def left_out(self) -> list[nn.Parameter]:
+        """Return the weights that a layer has asked for and whose gradients nobody handed over."""
+        given = {weight for pending in self._pending for weight in pending.weights}
+        return [weight for weight in self.asked if weight not in given]
 
     def compute(self) -> None:
         """Add all weight gradients to `.grad`, in the order in which a whole backward would.
@@ -219,6 +225,7 @@ class Splitter:
         self._tape: Tape | None = None  # of the split backward whose forward or I runs
         self._seen: set[int] = set()  # stages whose graph was looked at
         self._said: set[int] = set()  # stages that were warned of
+        self._missed: set[int] = set()  # likewise, of gradients that nobody handed over
 
     def tape_for(self, action: Action) -> Tape | None:
         """Return a tape for the forward of a backward that will be split, else None."""
@@ -238,7 +245,10 @@ class Splitter:
 
     def defer(self, weights: tuple[nn.Parameter, ...]) -> Callable[[Compute], None] | None:
         """Return what takes in the gradients of a call's weights, or None where nothing waits."""
-        return None if self._tape is None else partial(self._tape.defer, weights)
+        if self._tape is None:
+            return None
+        self._tape.asked.update(dict.fromkeys(weights))
+        return partial(self._tape.defer, weights)
 
     def backward(
         self, tape: Tape, action: Action, tensors: Sequence[Tensor], seeds: Sequence[Tensor]
@@ -271,6 +281,14 @@ class Splitter:
                 )
         finally:
             tape.is_open = False
+        if (left_out := tape.left_out()) and action.stage not in self._missed:
+            self._missed.add(action.stage)
+            warnings.warn(
+                f"gradients of {names_of(left_out, self._stages[action.stage])} are not computed: "
+                f"a layer of stage {action.stage} asked `defer` for them in its forward, and its "
+                f"backward has not handed over what computes them.",
+                stacklevel=3,
+            )
         whole = [weight for weight in whole if weight not in tape.meant_whole]
         nothing_waits = not tape and not tape.meant_whole
         if (whole or nothing_waits) and action.stage not in self._said:
