@@ -152,6 +152,33 @@ def test_the_whole_story_of_a_run(tmp_path, capsys):
         assert len(error.splitlines()) == 1, name
 
 
+def test_a_run_outlives_who_reads_its_output(tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, str(APP), "nano", "--steps", "4", "--set", "run.log_every=1"]
+    with subprocess.Popen(
+        [*command, "--set", f"run.folder={folder}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        program.stdout.readline()
+        program.stdout.close()
+        assert program.wait(timeout=120) == 0, program.stderr.read()
+        assert program.stderr.read() == ""
+    assert (folder / "checkpoints" / "step-00000004").exists()
+
+
+def test_a_dry_run_pretends_processes(capsys):
+    assert main(["medium-128e", "--dry-run", "--processes", "32"]) == 0
+    assert "data 8 x expert 8 x pipeline 4" in capsys.readouterr().out
+    assert main(["nano", "--processes", "2"]) == 2
+    assert "--processes is for --dry-run" in capsys.readouterr().err
+    assert main(["nano", "--dry-run", "--processes", "0"]) == 2
+    assert "--processes must be at least 1, got 0" in capsys.readouterr().err
+
+
 def _breakages(checkpoint: Path):
     manifest = checkpoint / MANIFEST
     whole = json.loads(manifest.read_text())

@@ -31,7 +31,7 @@ def test_every_recipe_is_valid_and_named_by_its_key():
         ("model=3", "model is a group; set one of its values: vocab_size"),
         (
             "optimizer.lr=1",
-            "optimizer.lr: no such key for kind = .adamw.; optimizer has learning_rate, ",
+            "optimizer.lr: no such key for kind = .adamw.; optimizer has kind, learning_rate, ",
         ),
         ("nothing", "--set needs KEY=VALUE, got 'nothing'"),
         ("model.d_model=30", "model.d_model = 30: input should be a multiple of 8"),
@@ -64,6 +64,10 @@ def test_every_recipe_is_valid_and_named_by_its_key():
         (
             "layout.schedule.chunks=3",
             "for kind = 'one_f_one_b'; set layout.schedule.kind = 'interleaved' for it$",
+        ),
+        (
+            "schedule.decay_steps=9",
+            "no such key for kind = 'cosine'; schedule has kind, warmup_steps, final_fraction$",
         ),
         ("data.source.kind=token_files", "data.source.paths: required, not given"),
         ("data.max_passes=0", "data.max_passes = 0: input should be greater than 0"),

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from olmo_trainer import loop
 from olmo_trainer.checkpoint_manifest import read_manifest
-from olmo_trainer.learning_rate import learning_rate
+from olmo_trainer.learning_rate import describe_bend, learning_rate
 from olmo_trainer.metrics import StepRecord, read_metrics
 from olmo_trainer.overrides import ConfigError, apply_overrides
 from olmo_trainer.recipes import nano
@@ -34,6 +34,17 @@ def test_up_to_the_peak_and_down_to_the_end(kind):
     assert rates[4] == 1.0
     assert rates[-1] == pytest.approx(0.1)
     assert all(later <= earlier for earlier, later in pairwise(rates[3:]))
+
+
+def test_a_run_that_goes_on_with_other_steps_says_how_its_rate_bends():
+    before = apply_overrides(nano(), [*WARM, "steps=4000"])
+    assert describe_bend(before, before, 137) == []
+    (words,) = describe_bend(before, before.model_copy(update={"steps": 150}), 137)
+    assert words.startswith("learning rate 0.115 at the next step, 0.998 as it was going")
+    assert words.endswith("of all steps, 150 (before: 4000)")
+    # Of another kind of schedule nothing need change yet.
+    wsd = apply_overrides(nano(), [*WARM, "schedule.kind=wsd", "steps=4000"])
+    assert describe_bend(wsd, wsd.model_copy(update={"steps": 5000}), 137) == []
 
 
 def test_the_shapes():

@@ -251,7 +251,7 @@ def test_every_production_point_is_held_to_what_is_stated():
 def test_the_readme_says_how_to_look_at_a_recipe_on_one_process(name):
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     (words,) = (line for line in readme.splitlines() if "its own number of processes" in line)
-    settings = re.findall(r"--set (\S+?)(?=[ `])", words[words.index("or with `--set") :])
+    settings = re.findall(r"--set (\S+?)(?=[ `])", words[words.index("On one process it takes") :])
     assert settings, "the README gives `--set` for one process"
     layout = apply_overrides(RECIPES[name](), settings).for_world(1).layout
     assert (layout.expert, layout.pipeline) == (1, 1)

@@ -1,7 +1,7 @@
 """The command line: arguments to a command. Answers `--help` and wrong arguments without torch.
 
     uv run apps/trainer [train] [RECIPE] [--set a.b=c ...] [--steps N] [--dry-run]
-                                [--resume [PATH] | --continue]
+                                [--resume [PATH] | --continue] [--processes N]
     uv run apps/trainer verify [RECIPE] [--set a.b=c ...]
     uv run apps/trainer sample CHECKPOINT [--prompt TEXT] [--bytes N] [--temperature X] [--seed N]
     uv run apps/trainer inspect CHECKPOINT
@@ -122,6 +122,12 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--dry-run", action="store_true", help="print config, parameters and bytes; train nothing"
     )
+    train.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="with --dry-run: as if there were so many, which torchrun starts otherwise",
+    )
     train.set_defaults(run=_train)
 
     verify = commands.add_parser("verify", help="does any layout or choice change the numbers?")
@@ -231,6 +237,14 @@ def _train(options: argparse.Namespace) -> int:
     if options.steps is not None:
         settings.append(f"steps={options.steps}")
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if options.processes is not None:
+        if not options.dry_run:
+            raise ValueError(
+                "--processes is for --dry-run; training takes as many as torchrun starts"
+            )
+        if options.processes < 1:
+            raise ValueError(f"--processes must be at least 1, got {options.processes}")
+        world = options.processes
     resume = None
     if options.goes_on:
         config = apply_overrides(_recipe(options.recipe), settings).for_world(world)
@@ -429,6 +443,6 @@ def _recipe(name: str | None) -> "TrainerConfig":
 
 def _console() -> "Console":
     """Return standard output; what a person typed or a model wrote is printed as it is."""
-    from rich.console import Console
+    from olmo_trainer.lasting_console import LastingConsole
 
-    return Console(markup=False, emoji=False, highlight=False)
+    return LastingConsole(markup=False, emoji=False, highlight=False)

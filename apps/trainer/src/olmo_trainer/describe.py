@@ -57,7 +57,9 @@ def _print_buffers(config: TrainerConfig, word: str, console: Console) -> None:
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[word]
     sizes = buffer_bytes(config, dtype=dtype)
-    parts = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
+    rows = [size for name, size in sizes.items() if name.startswith("rows ")]  # all alike
+    others = [f"{name} {size:,}" for name, size in sizes.items() if not name.startswith("rows ")]
+    parts = ", ".join([f"rows {len(rows)} x {rows[0]:,}", *others])
     console.print(
         f"buffers     {sum(sizes.values()):,} bytes more with {word} rows, allocated once by the "
         f"dispatcher of the fullest rank: {parts}",

@@ -33,3 +33,14 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
     else:
         height = 1 - passed
     return peak * (schedule.final_fraction + (1 - schedule.final_fraction) * height)
+
+
+def describe_bend(before: TrainerConfig, config: TrainerConfig, step: int) -> list[str]:
+    """Return a line if a run that goes on after `step` steps gets another rate than it had."""
+    was, rate = learning_rate(before, step), learning_rate(config, step)
+    if math.isclose(was, rate, rel_tol=0.01):
+        return []
+    return [
+        f"learning rate {rate:.3g} at the next step, {was:.3g} as it was going: the schedule is of "
+        f"all steps, {config.steps} (before: {before.steps})"
+    ]

@@ -35,7 +35,7 @@ from olmo_trainer.device_peaks import peak_flops
 from olmo_trainer.dispatcher import check_installed
 from olmo_trainer.end_of_run import conclude
 from olmo_trainer.launch import check_kernels, launched, pick_device
-from olmo_trainer.learning_rate import learning_rate
+from olmo_trainer.learning_rate import describe_bend, learning_rate
 from olmo_trainer.memory import measure_memory
 from olmo_trainer.mesh import Mesh
 from olmo_trainer.metrics import (
@@ -205,7 +205,7 @@ class _Run:
             if resume is not None:
                 load_checkpoint(self.assembly, resume)
                 first = resume.step
-            self._announce(first)
+            self._announce(first, resume)
             with ExitStack() as stack:
                 stack.enter_context(self.saver)
                 if self.mesh.is_main:
@@ -411,7 +411,7 @@ class _Run:
         if self.mesh.is_main:
             self.console.print(text, soft_wrap=True)
 
-    def _announce(self, step: int) -> None:
+    def _announce(self, step: int, resume: Manifest | None) -> None:
         if not self.mesh.is_main:
             return
         counts, layout = count_parameters(self.config.model), self.config.layout
@@ -422,7 +422,8 @@ class _Run:
             + (f"; continuing {self.folder} after step {step}" if step else ""),
             soft_wrap=True,
         )
-        for words in self.config.unreached():
+        bend = [] if resume is None else describe_bend(resume.config, self.config, step)
+        for words in (*bend, *self.config.unreached()):
             self.console.print(words, soft_wrap=True)
         for later, path in checkpoints_of(self.folder):
             if later > step:

@@ -124,8 +124,15 @@ def _unknown(key: str, tree: dict[str, Any]) -> ConfigError:
     elif near:
         hint = f"; did you mean {' or '.join(near)}?"
     elif isinstance(node, dict):
-        # A wrong leaf of a strategy is in the tree by now.
-        hint = f"; {parent or 'the config'} has {', '.join(name for name in node if name != leaf)}"
+        # A wrong leaf of a strategy is in the tree by now, and not all of its right ones are.
+        fields = [
+            name
+            for model in _models_at(parent.split("."))
+            if "kind" in node and model.model_fields["kind"].default == node["kind"]
+            for name in model.model_fields
+        ]
+        names = sorted(fields, key="kind".__ne__) or [name for name in node if name != leaf]
+        hint = f"; {parent or 'the config'} has {', '.join(names)}"
     return ConfigError(f"{key}: no such key{where}{hint}")
 
 

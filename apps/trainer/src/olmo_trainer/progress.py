@@ -90,9 +90,12 @@ class Progress:
             return
         if self._bar is not None:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            self._console.file.write(text + "\n")
-            self._console.file.flush()
+        elif not self._console.quiet:
+            try:
+                self._console.file.write(text + "\n")
+                self._console.file.flush()
+            except BrokenPipeError:
+                self._console.on_broken_pipe()
 
 
 def log_line(record: StepRecord, total_steps: int) -> str:
