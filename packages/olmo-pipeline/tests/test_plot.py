@@ -51,7 +51,9 @@ def test_every_action_has_its_box(any_split_schedule, tmp_path_factory, data):
     path = tmp_path_factory.mktemp("plot") / "a.svg"
     plot(timeline, path)
     boxes = _boxes(path)
-    assert len(boxes) == len(timeline.spans)
+    kinds = {span.action.kind for span in timeline.spans}
+    boxes, legend = boxes[: len(timeline.spans)], boxes[len(timeline.spans) :]
+    assert {text for *_, text in legend} == {kind[0].upper() for kind in kinds}
     scale = boxes[0][2] / (timeline.spans[0].end - timeline.spans[0].start)
     for span, (left, top, width, _, text) in zip(timeline.spans, boxes, strict=True):
         assert left == pytest.approx(64 + scale * span.start, rel=1e-2)
@@ -66,6 +68,7 @@ def test_the_words_of_a_picture(tmp_path):
     assert "v_shape: bubble 23.8 %, makespan 42" in text
     assert re.findall(r">rank (\d)<", text) == ["0", "1", "2", "3"]
     assert re.findall(r">peak (\d)<", text) == ["6"] * 4
+    assert re.findall(r">([a-z]+ward)<", text) == ["forward", "backward"]
 
 
 def test_kinds_and_chunks_differ_in_colour(tmp_path):

@@ -2,8 +2,8 @@
 
 A box has the colour of its kind (forward blue, whole backward green, input gradient teal, weight
 gradient orange; later chunks of a rank paler) and the number of its microbatch; white is idle time.
-Beside each row stands the peak of live activations. SVG is written here, PNG by `_png_encoder`;
-neither needs another package.
+Beside each row stands the peak of live activations, below all what the colours mean. SVG is written
+here, PNG by `_png_encoder`; neither needs another package.
 """
 
 from pathlib import Path
@@ -93,9 +93,15 @@ def draw(timeline: Timeline) -> Picture:
     for rank, peak in enumerate(timeline.peak_live_per_rank):
         middle = _TOP + rank * (_ROW + _GAP) + _ROW / 2
         labels += [Label(8, middle, f"rank {rank}"), Label(end + 8, middle, f"peak {peak}")]
-    width = max(end + _RIGHT, 16 + 8.5 * len(labels[0].text))
     height = _TOP + schedule.num_ranks * (_ROW + _GAP) + 8
-    return Picture(round(width), height, boxes, labels)
+    left = float(_LEFT)
+    for kind in dict.fromkeys(span.action.kind for span in timeline.spans):
+        words = kind.replace("_", " ")
+        boxes.append(Box(left, height, left + _ROW, height + _ROW, _COLOUR[kind], words[0].upper()))
+        labels.append(Label(left + _ROW + 8, height + _ROW / 2, words))
+        left += _ROW + 24 + 8.5 * len(words)
+    width = max(end + _RIGHT, 16 + 8.5 * len(labels[0].text), left)
+    return Picture(round(width), height + _ROW + 8, boxes, labels)
 
 
 def _shade(schedule: Schedule, rank: int, action: Action) -> Colour:
